@@ -105,6 +105,10 @@ fn bad_settings() {
     for (flags, word) in [
         (&["--ranks", "0"][..], "ranks"),
         (&["--ranks", "9"], "ranks"),
+        (&["--gpus", "0,GPU-1"], "gpus: `GPU-1` in `0,GPU-1` is not the number of a GPU"),
+        (&["--gpus", "0"], "gpus: is given, but device is cpu"),
+        (&["--gpus", "0", "--ranks", "2", "--device", "cuda"], "gpus: has 1 entries"),
+        (&["--gpus", "0,0", "--device", "cuda"], "gpus: names GPU 0 more than once"),
         (&["--max-tokens-per-step", "0"], "max"),
         (&["--cores", "4095"], "contains core 4095"),
         (&["--admin-listen", "127.0.0.1:0"], "--admin-token-file"),

@@ -50,9 +50,9 @@ pub enum CeilingError {
     )]
     NoPeerAccess {
         /// The source GPU.
-        from: usize,
+        from: u32,
         /// The destination GPU.
-        to: usize,
+        to: u32,
     },
 }
 
@@ -122,12 +122,12 @@ impl GpuBench {
     }
 }
 
-/// Measures the first `gpus` GPUs in about a second, during which nothing else should use them.
+/// Measures these GPUs together in about a second, during which nothing else should use them.
 ///
 /// # Errors
 /// [`CeilingError`].
-pub fn measure(gpus: u32) -> Result<Ceilings, CeilingError> {
-    let benches = (0..gpus).map(GpuBench::open).collect::<Result<Vec<_>, _>>()?;
+pub fn measure(gpus: &[u32]) -> Result<Ceilings, CeilingError> {
+    let benches = gpus.iter().map(|&gpu| GpuBench::open(gpu)).collect::<Result<Vec<_>, _>>()?;
     let mut slowest = Ceilings {
         memory_bytes_per_second: f64::INFINITY,
         tensor_burst_flops: f64::INFINITY,
@@ -173,7 +173,8 @@ fn links(benches: &[GpuBench]) -> Result<Option<f64>, CeilingError> {
     let mut buffers = Vec::with_capacity(benches.len());
     for (at, bench) in benches.iter().enumerate() {
         if !bench.device.map_peer(&benches[next(at)].device)? {
-            return Err(CeilingError::NoPeerAccess { from: at, to: next(at) });
+            let gpu = |at: usize| benches[at].device.ordinal();
+            return Err(CeilingError::NoPeerAccess { from: gpu(at), to: gpu(next(at)) });
         }
         let buffer = || Buffer::<u8>::zeroed(&bench.device, SENT_BYTES);
         buffers.push((buffer()?, buffer()?));

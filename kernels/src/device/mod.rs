@@ -183,6 +183,21 @@ impl Device {
     }
 }
 
+/// Name and compute capability of a GPU, whose number is less than [`Device::count`]. Makes no context.
+///
+/// # Errors
+/// The driver's error.
+pub fn describe_device(ordinal: u32) -> Result<(String, (i32, i32)), DeviceError> {
+    let device = check("cuDeviceGet", result::device::get(ordinal.cast_signed()))?;
+    let attribute = |attribute| {
+        // SAFETY: the driver has just returned the device.
+        check("cuDeviceGetAttribute", unsafe { result::device::get_attribute(device, attribute) })
+    };
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok((check("cuDeviceGetName", result::device::get_name(device))?, (major, minor)))
+}
+
 /// The newest CUDA version that the driver supports, as `(major, minor)`.
 ///
 /// # Errors

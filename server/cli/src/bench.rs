@@ -22,8 +22,8 @@ use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingArg;
 use super::ceilings;
-use super::serve::gpu_bytes;
 use super::serve::plan::PlanError;
+use super::serve::{exit, gpu_bytes};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank_cuda as gpu;
@@ -38,9 +38,6 @@ use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
 /// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// A setting is invalid or the checkpoint cannot be served.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
     /// The service could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
@@ -91,7 +88,11 @@ fn bytes_per_weight(info: &ModelInfo, held: u64) -> f64 {
 /// [`BenchError`].
 pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     if args.ceilings {
-        let found = ceilings::measured(args.ranks).map_err(BenchError::Ceilings)?;
+        let gpus = match args.measured_gpus() {
+            Ok(gpus) => gpus,
+            Err(error) => return Ok(refuse(&error)),
+        };
+        let found = ceilings::measured(Some(gpus)).map_err(BenchError::Ceilings)?;
         if args.json.as_deref() != Some(Path::new("-")) {
             println!("{}", ceilings::in_words(&found));
         }
@@ -101,8 +102,11 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     let largest = args.tokens.iter().copied().max().unwrap_or(1);
-    let ranks = args.ranks.unwrap_or(1);
-    let plan = args.plan(ranks, largest * ranks as usize)?;
+    let ranks = args.ranks();
+    let plan = match args.plan(largest * ranks as usize) {
+        Ok(plan) => plan,
+        Err(error) => return Ok(refuse(&error)),
+    };
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(
         "{} ({}), {} MoE layers, hidden {hidden}; {ranks} ranks, {} cores, rows in {}",
@@ -120,7 +124,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     }
     // Ranks report what they read of the checkpoint, and GPU ranks may hold it in another format.
     let bytes_on_gpus = on_gpus.then(|| gpu_bytes(&plan).into_iter().sum());
-    let ceilings = args.ceilings(plan.cluster.device, ranks);
+    let ceilings = args.ceilings(&plan.cluster);
     plan.buffers.reserve();
     let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
     service.begin()?;
@@ -175,6 +179,12 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         write(path, &report::json(bench.ceilings.as_ref(), &figures).to_string())?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Prints why settings or a checkpoint are refused; returns the exit status.
+fn refuse(error: &PlanError) -> ExitCode {
+    eprintln!("expertd bench: {error}");
+    ExitCode::from(exit::USAGE)
 }
 
 /// Writes to a file; `-` is standard output.

@@ -22,7 +22,7 @@ pub struct CeilingsArgs {
 #[must_use]
 pub fn run(args: &CeilingsArgs) -> ExitCode {
     eprintln!("WARNING: `expertd ceilings` will be removed; use `expertd bench --ceilings`");
-    match measured(args.gpus) {
+    match measured(args.gpus.map(|gpus| (0..gpus).collect())) {
         Ok(found) if args.json => println!("{}", serde_json::json!(found)),
         Ok(found) => println!("{}", in_words(&found)),
         Err(error) => {
@@ -33,12 +33,15 @@ pub fn run(args: &CeilingsArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Measures this number of GPUs [default: all that this process may use], in this process.
+/// Measures these GPUs [default: all that this process may use], in this process. A GPU that is listed more than once is measured once.
 ///
 /// # Errors
 /// Why they cannot be measured.
-pub(super) fn measured(gpus: Option<u32>) -> Result<Ceilings, String> {
-    gpu::ceilings(gpus.unwrap_or_else(|| gpu::present().max(1)))
+pub(super) fn measured(gpus: Option<Vec<u32>>) -> Result<Ceilings, String> {
+    let mut gpus = gpus.unwrap_or_else(|| (0..gpu::present().max(1)).collect());
+    gpus.sort_unstable();
+    gpus.dedup();
+    gpu::ceilings(&gpus)
 }
 
 /// Formats the figures in one line.
@@ -58,11 +61,12 @@ pub(super) fn in_words(found: &Ceilings) -> String {
 ///
 /// # Errors
 /// The child's error.
-pub(super) fn in_child_process(gpus: u32) -> Result<Ceilings, String> {
+pub(super) fn in_child_process(gpus: &[u32]) -> Result<Ceilings, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
-    command.args(["--log", "error", "bench", "--ceilings", "--json", "-", "--ranks", &gpus.to_string()]);
-    let done = command.envs(gpu::environment()).output().map_err(|error| error.to_string())?;
+    let list: Vec<String> = gpus.iter().map(u32::to_string).collect();
+    command.args(["--log", "error", "bench", "--ceilings", "--json", "-", "--gpus", &list.join(",")]);
+    let done = command.envs(gpu::environment(&[])).output().map_err(|error| error.to_string())?;
     if !done.status.success() {
         return Err(String::from_utf8_lossy(&done.stderr).trim().to_owned());
     }

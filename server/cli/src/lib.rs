@@ -12,6 +12,7 @@ pub mod doctor;
 pub mod drain;
 pub mod golden;
 pub mod inspect;
+pub mod inventory;
 pub mod loader;
 pub mod rank;
 pub mod rebalance;
@@ -84,6 +85,9 @@ enum Command {
     /// Pack the weights of one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Loader(loader::LoaderArgs),
+    /// Print what this machine's GPUs and its NCCL can do (internal; started by `serve`)
+    #[command(hide = true)]
+    Inventory,
 }
 
 /// Runs the program and returns its exit status.
@@ -119,6 +123,7 @@ pub fn main() -> ExitCode {
         Command::Rebalance(args) => block_on("rebalance", rebalance::run(args)),
         Command::Rank(args) => rank::run(&args),
         Command::Loader(args) => loader::run(&args),
+        Command::Inventory => inventory::run(),
     };
     flush_logs();
     code

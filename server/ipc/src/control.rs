@@ -23,7 +23,7 @@ use expertd_types::{
 pub enum DeviceKind {
     /// A share of the CPU cores.
     Cpu,
-    /// One NVIDIA GPU per rank.
+    /// NVIDIA GPUs, one per rank.
     Cuda,
 }
 
@@ -58,6 +58,8 @@ pub struct LoaderSetup {
     pub ranks: u32,
     /// The device that the rank runs on.
     pub device: DeviceKind,
+    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    pub gpus: Vec<u32>,
     /// The checkpoint.
     pub checkpoint: CheckpointSource,
     /// The experts whose products are computed in FP8.
@@ -112,6 +114,8 @@ pub struct RankSetup {
     pub row_counts: RowCountsShape,
     /// The device.
     pub device: DeviceKind,
+    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    pub gpus: Vec<u32>,
     /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
     pub fingerprint: WeightFingerprint,
     /// The experts whose products are computed in FP8.

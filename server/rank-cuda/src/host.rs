@@ -5,6 +5,7 @@ use std::path::Path;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
+use crate::gpus::is_shared;
 use expertd_ipc::GroupShape;
 use expertd_model::{ModelSpec, MoeLayer};
 
@@ -25,11 +26,14 @@ pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo bui
 /// The kernels' row length is a multiple of this number of elements; shorter rows are padded.
 const ROW_UNIT: usize = 64;
 
-/// Environment variables that ranks on GPUs need: no NVLink multicast, and all kernels loaded before any wait on the
-/// device.
+/// Environment variables that ranks on GPUs need: no NVLink multicast, all kernels loaded before any wait on the device, and NCCL's
+/// permission to share a GPU if ranks do. `gpus` has each rank's GPU.
 #[must_use]
-pub fn environment() -> Vec<(String, String)> {
+pub fn environment(gpus: &[u32]) -> Vec<(String, String)> {
     let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")];
+    if is_shared(gpus) {
+        all.push(("NCCL_MULTI_RANK_GPU_ENABLE", "1"));
+    }
     if std::env::var_os(ORDER).is_none() {
         all.push((ORDER, BY_ADDRESS));
     }
@@ -41,22 +45,24 @@ pub fn environment() -> Vec<(String, String)> {
 const ORDER: &str = "CUDA_DEVICE_ORDER";
 const BY_ADDRESS: &str = "PCI_BUS_ID";
 
-/// `[ranks]`: NUMA node of each rank's GPU, where the machine reports it. Reads only the driver's list and sysfs.
+/// `[ranks]`: NUMA node of each rank's GPU, where the machine reports it. Reads only the driver's list and sysfs. `gpus` has each
+/// rank's GPU.
 #[must_use]
-pub fn numa_nodes(ranks: usize) -> Vec<Option<usize>> {
+pub fn numa_nodes(gpus: &[u32]) -> Vec<Option<usize>> {
     let by_address = std::env::var(ORDER).map_or(true, |order| order == BY_ADDRESS);
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let driver = Path::new("/proc/driver/nvidia/gpus");
     let nodes =
         if by_address { nodes_by_address(driver, Path::new("/sys/bus/pci/devices")) } else { Vec::new() };
-    (0..ranks).map(|rank| nodes.get(ordinal(rank, visible.as_deref())?).copied().flatten()).collect()
+    let node = |&gpu: &u32| nodes.get(ordinal(gpu as usize, visible.as_deref())?).copied().flatten();
+    gpus.iter().map(node).collect()
 }
 
-/// Index of a rank's GPU among all GPUs of the machine; `None` if `visible` lists them by anything but index.
-fn ordinal(rank: usize, visible: Option<&str>) -> Option<usize> {
+/// Index among all GPUs of the machine of the GPU with this index in `visible`; `None` if that lists them by anything but index.
+fn ordinal(gpu: usize, visible: Option<&str>) -> Option<usize> {
     match visible {
-        Some(list) => list.split(',').nth(rank)?.trim().parse().ok(),
-        None => Some(rank),
+        Some(list) => list.split(',').nth(gpu)?.trim().parse().ok(),
+        None => Some(gpu),
     }
 }
 
@@ -210,10 +216,19 @@ mod tests {
     }
 
     #[test]
-    fn ranks_take_the_visible_gpus_in_turn() {
+    fn gpus_are_numbered_among_the_visible_ones() {
         assert_eq!((ordinal(0, None), ordinal(3, None)), (Some(0), Some(3)));
         assert_eq!((ordinal(0, Some("2, 5")), ordinal(1, Some("2, 5"))), (Some(2), Some(5)));
         assert_eq!((ordinal(2, Some("2,5")), ordinal(0, Some("GPU-8932f937"))), (None, None));
+    }
+
+    #[test]
+    fn nccl_may_share_a_gpu_only_if_ranks_do() {
+        let allowed = |gpus: &[u32]| {
+            environment(gpus).contains(&("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()))
+        };
+        assert!(allowed(&[0, 0]) && allowed(&[0, 1, 2, 1]));
+        assert!(!allowed(&[0]) && !allowed(&[0, 1, 2, 3]) && !allowed(&[]));
     }
 
     #[test]

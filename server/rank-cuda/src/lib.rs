@@ -1,8 +1,8 @@
 //! Expert ranks on GPUs.
 //!
-//! [`check`], [`copy_tables`], [`environment`], [`present`], [`Stored`], [`weight_bytes`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
-//! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`] and [`ceilings`] inspect the
-//! machine's GPUs.
+//! [`check`], [`copy_tables`], [`environment`], [`present`], [`RankGpu`], [`Stored`], [`weight_bytes`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`], [`inventory`] and [`ceilings`]
+//! inspect the machine's GPUs.
 
 #[cfg(feature = "cuda")]
 mod engine;
@@ -11,12 +11,17 @@ pub mod experts;
 #[cfg(any(feature = "cuda", test))]
 mod few_rows;
 mod format;
+mod gpus;
 mod host;
 mod placement;
 #[cfg(feature = "cuda")]
 pub mod windows;
 
 pub use format::{DeviceFormat, Stored, weight_bytes};
+pub use gpus::{
+    CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, GpuFacts, Inventory, NcclFacts, RankGpu, SHARING_NEEDED,
+    SHARING_WAY_OUT, is_shared,
+};
 pub use host::{
     ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
     window_bytes,
@@ -41,18 +46,34 @@ pub fn probe() -> Vec<Check> {
     }
 }
 
-/// Measures the first `gpus` GPUs in about a second. Opens devices, so the router must not call it.
+/// What decides whether ranks can run on this machine's GPUs, without a context on any of them. Loads the driver, so the router must not
+/// call it.
+///
+/// # Errors
+/// If the driver is missing or does not start.
+pub fn inventory() -> Result<Inventory, String> {
+    #[cfg(feature = "cuda")]
+    {
+        engine::inventory()
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        Err(BUILD_HINT.to_owned())
+    }
+}
+
+/// Measures these GPUs together in about a second. Opens devices, so the router must not call it.
 ///
 /// # Errors
 /// What is missing, or what failed.
-pub fn ceilings(gpus: u32) -> Result<Ceilings, String> {
+pub fn ceilings(gpus: &[u32]) -> Result<Ceilings, String> {
     #[cfg(feature = "cuda")]
     {
         expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())
     }
     #[cfg(not(feature = "cuda"))]
     {
-        Err(format!("{gpus} GPUs cannot be measured: {BUILD_HINT}"))
+        Err(format!("{} GPUs cannot be measured: {BUILD_HINT}", gpus.len()))
     }
 }
 

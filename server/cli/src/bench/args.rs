@@ -7,11 +7,12 @@ use clap::Args;
 use expertd_ipc::control::DeviceKind;
 use expertd_kernels::ceilings::Ceilings;
 use expertd_rank_cuda as gpu;
+use expertd_router::cluster::ClusterConfig;
 use expertd_types::{DType, Fp8Compute};
 
 use super::routing::RoutingArg;
 use crate::ceilings;
-use crate::serve::plan::{PlanError, ServePlan};
+use crate::serve::plan::{self, PlanError, ServePlan};
 use crate::serve::settings::{Given, ServeArgs};
 
 /// Measure the phases of a step on this machine, without gRPC
@@ -26,12 +27,18 @@ pub struct BenchArgs {
     #[arg(long, required_unless_present = "ceilings")]
     pub model: Option<PathBuf>,
     /// Only measure the speed limits of the GPUs, together: memory, tensor cores, links. Takes about a second, during which
-    /// nothing else should use the GPUs [default of --ranks: all GPUs that this process may use]
+    /// nothing else should use the GPUs. --gpus or --ranks choose them [default: all that this process may use]
     #[arg(long, conflicts_with = "model")]
     pub ceilings: bool,
     /// Number of expert ranks [default: 1]
     #[arg(long)]
     pub ranks: Option<u32>,
+    /// The GPU of each rank, comma-separated, as in `serve`; implies --ranks
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<String>,
+    /// Allow --gpus to name a GPU for several ranks, as in `serve`; such figures say nothing about GPUs of their own
+    #[arg(long)]
+    pub share_gpu: bool,
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceKind>,
@@ -103,11 +110,32 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 }
 
 impl BenchArgs {
+    /// The settings that choose GPUs.
+    fn devices(&self) -> ServeArgs {
+        ServeArgs {
+            ranks: self.ranks,
+            gpus: self.gpus.clone(),
+            share_gpu: Some(self.share_gpu),
+            ..ServeArgs::default()
+        }
+    }
+
+    /// The GPUs whose speed limits `--ceilings` measures.
+    pub(super) fn measured_gpus(&self) -> Result<Vec<u32>, PlanError> {
+        plan::gpus(&self.devices())
+    }
+
+    /// Number of ranks. A list of GPUs that does not parse is refused with the plan.
+    pub(super) fn ranks(&self) -> u32 {
+        let listed = self.gpus.as_ref().map(|list| list.split(',').count() as u32);
+        self.ranks.or(listed).unwrap_or(1)
+    }
+
     /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
-    pub(super) fn plan(&self, ranks: u32, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
+    pub(super) fn plan(&self, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
         let serve = ServeArgs {
             model: self.model.clone(),
-            ranks: Some(ranks),
+            ranks: Some(self.ranks()),
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),
             device: self.device,
@@ -115,7 +143,7 @@ impl BenchArgs {
             mxfp4_compute: self.mxfp4_compute,
             cores: self.cores.clone(),
             max_tokens_per_step: Some(max_tokens_per_step),
-            ..ServeArgs::default()
+            ..self.devices()
         };
         let mut plan = ServePlan::new(Given::merge(&serve, None)?)?;
         plan.check_memory()?;
@@ -126,13 +154,16 @@ impl BenchArgs {
     }
 
     /// The ceilings from which floors are computed: as given, otherwise measured on the GPUs. Returns `None` on CPU ranks
-    /// without given ceilings, and prints why if the measurement fails.
-    pub(super) fn ceilings(&self, device: DeviceKind, ranks: u32) -> Option<Ceilings> {
-        let link_known = ranks == 1 || self.link_gbps.is_some();
+    /// without given ceilings, for ranks that share a GPU, and, with the reason printed, if the measurement fails.
+    pub(super) fn ceilings(&self, cluster: &ClusterConfig) -> Option<Ceilings> {
+        let link_known = cluster.shape.ranks == 1 || self.link_gbps.is_some();
         let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
             Ceilings::default()
-        } else if device == DeviceKind::Cuda {
-            measured(ranks)?
+        } else if gpu::is_shared(&cluster.gpus) {
+            eprintln!("no floors are printed, because ranks that share a GPU share its speed");
+            return None;
+        } else if cluster.device == DeviceKind::Cuda {
+            measured(&cluster.gpus)?
         } else {
             return None;
         };
@@ -150,7 +181,7 @@ impl BenchArgs {
 }
 
 /// Measures and prints the GPUs' ceilings; prints why if the measurement fails.
-fn measured(gpus: u32) -> Option<Ceilings> {
+fn measured(gpus: &[u32]) -> Option<Ceilings> {
     match ceilings::in_child_process(gpus) {
         Ok(found) => {
             println!("{}", ceilings::in_words(&found));

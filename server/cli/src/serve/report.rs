@@ -99,6 +99,10 @@ pub fn plan(plan: &ServePlan) -> String {
             line(if rank == 0 { "ranks" } else { "" }, format!("{rank}: {}; {owned}", placed.device));
         }
     }
+    if gpu::is_shared(&cluster.gpus) {
+        let timeout = cluster.peer_timeout.as_millis();
+        line("", format!("ranks share a GPU, which is for tests; device_timeout_ms is {timeout}"));
+    }
     if let Some(text) = weights(plan) {
         line("weights", text);
     }
@@ -212,7 +216,12 @@ fn gpu_weights(plan: &ServePlan) -> String {
             }
         }
     }
-    let largest = gpu_bytes(plan).into_iter().max().unwrap_or(0);
+    let held = gpu_bytes(plan);
+    let on = |gpu: &u32| -> u64 {
+        let ranks = cluster.gpus.iter().zip(&held);
+        ranks.filter(|(of_rank, _)| *of_rank == gpu).map(|(_, bytes)| bytes).sum()
+    };
+    let largest = cluster.gpus.iter().map(on).max().unwrap_or(0);
     format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), HumanBytes(largest))
 }
 

@@ -183,6 +183,10 @@ settings! {
     placement: PathBuf = None, env "EXPERTD_PLACEMENT";
     /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
     ranks: u32 = None, env "EXPERTD_RANKS";
+    /// The GPU of each rank, comma-separated, as CUDA numbers the GPUs that this process may use; implies --ranks [default: 0, 1, …]
+    gpus: String = None, env "EXPERTD_GPUS";
+    /// Allow --gpus to name a GPU for several ranks, which is for tests: their kernels take turns; needs NCCL 2.30 [default: false]
+    share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", arg(num_args = 0..=1, default_missing_value = "true");
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE";
     /// How ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the weights
@@ -249,7 +253,8 @@ settings! {
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
     /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
-    /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000]
+    /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000, or 30000 with
+    /// ranks that share a GPU]
     device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
     /// What happens to requests without an answer after a fault of a rank [default: retry]
     on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
@@ -356,7 +361,7 @@ mod tests {
         let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- device=- fp8_compute=- mxfp4_compute=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=127.0.0.1:50051 admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=127.0.0.1:9464 metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \

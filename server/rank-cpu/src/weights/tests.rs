@@ -15,6 +15,7 @@ fn setup(folder: &Path, rank: u32, fingerprint: WeightFingerprint) -> LoaderSetu
         rank: Rank(rank),
         ranks: 3,
         device: DeviceKind::Cpu,
+        gpus: Vec::new(),
         fp8_products: Fp8Products::OF_FP8,
         checkpoint: CheckpointSource {
             folder: folder.to_owned(),

@@ -32,7 +32,7 @@ mod upload;
 mod usage;
 mod weights;
 
-pub(crate) use probe::probe;
+pub(crate) use probe::{inventory, probe};
 pub(crate) use setup::load;
 pub(crate) use weights::pack;
 

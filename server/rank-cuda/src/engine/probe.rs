@@ -5,10 +5,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_kernels::device::{Device, DeviceError, driver_version, read_device};
+use expertd_kernels::device::{Device, DeviceError, describe_device, driver_version, read_device};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Version, Window};
 
-use crate::Check;
+use crate::{
+    CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, Check, GpuFacts, Inventory, NcclFacts, SHARING_NEEDED,
+    SHARING_WAY_OUT,
+};
 
 const DRIVER_NEEDED: &str = "580 or newer (CUDA 13)";
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -30,17 +33,18 @@ pub(crate) fn probe() -> Vec<Check> {
             return checks;
         }
     };
-    let needed = "compute capability 9.0 (Hopper)";
+    let needed = CAPABILITY_NEEDED;
     for (ordinal, device) in devices.iter().enumerate() {
         checks.push(match (device.name(), device.capability(), device.memory()) {
-            (Ok(name), Ok((major, minor)), Ok((free, total))) => {
+            (Ok(name), Ok(capability), Ok((free, total))) => {
+                let (major, minor) = capability;
                 let found = format!(
                     "{name}, compute capability {major}.{minor}, {} of {} GiB free",
                     free >> 30,
                     total >> 30
                 );
-                let check = Check::new(&format!("GPU {ordinal}"), (major, minor) == (9, 0), found, needed);
-                check.way_out("hide it with CUDA_VISIBLE_DEVICES, or use --device cpu")
+                let is_supported = GpuFacts { name, capability }.is_supported();
+                Check::new(&format!("GPU {ordinal}"), is_supported, found, needed).way_out(CAPABILITY_WAY_OUT)
             }
             (name, capability, memory) => {
                 let error = [name.err(), capability.err(), memory.err()].into_iter().flatten().next();
@@ -62,7 +66,28 @@ pub(crate) fn probe() -> Vec<Check> {
     let found = format!("{} from {}", library.version(), library.origin());
     checks.push(Check::new("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
     checks.push(window(&devices, &library));
+    checks.push(sharing(&nccl_facts(&library)));
     checks
+}
+
+/// The GPUs and the NCCL of this machine, without a context on any GPU.
+pub(crate) fn inventory() -> Result<Inventory, String> {
+    let describe = |ordinal| describe_device(ordinal).map(|(name, capability)| GpuFacts { name, capability });
+    let gpus = Device::count().and_then(|count| (0..count).map(describe).collect());
+    let gpus = gpus.map_err(|error: DeviceError| error.to_string())?;
+    let nccl = Library::open(None).map(|library| nccl_facts(&library)).map_err(|error| error.to_string());
+    Ok(Inventory { gpus, nccl })
+}
+
+fn nccl_facts(library: &Library) -> NcclFacts {
+    let Version { major, minor, patch } = library.version();
+    NcclFacts { version: (major, minor, patch), origin: library.origin().to_owned() }
+}
+
+fn sharing(nccl: &NcclFacts) -> Check {
+    Check::new("shared GPU", nccl.can_share(), nccl.to_string(), SHARING_NEEDED)
+        .way_out(SHARING_WAY_OUT)
+        .optional()
 }
 
 fn driver() -> Check {

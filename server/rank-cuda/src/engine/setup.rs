@@ -18,9 +18,9 @@ use super::step::{Buffers, Sizes};
 use super::usage;
 use super::weights::{HeldWeights, WeightsError};
 use super::{CudaEngine, EngineParts, PinnedStaging};
-use crate as gpu;
 use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
+use crate::{self as gpu, GpuFacts, RankGpu};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;
@@ -37,7 +37,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
     let spec = weights.spec();
     clock.end("index of weights");
-    let device = open(setup)?;
+    let gpu = RankGpu::of(setup.rank, &setup.gpus).map_err(setup_failure)?;
+    let device = open(gpu.index).map_err(setup_failure)?;
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let tables = weights.copy_tables();
@@ -78,8 +79,9 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let usage = device.uuid().ok().and_then(usage::reader);
     clock.end("usage");
     let describe = format!(
-        "cuda, GPU {} ({name}){}",
-        setup.rank,
+        "cuda, GPU {} ({name}){}{}",
+        gpu.index,
+        if gpu.ranks == 1 { String::new() } else { format!(", shared by {} ranks", gpu.ranks) },
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );
     let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
@@ -88,27 +90,22 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })
 }
 
-/// Opens this rank's GPU and checks that the kernels support it.
-fn open(setup: &RankSetup) -> Result<Device, Failure> {
-    let present = Device::count().map_err(setup_failure)?;
-    if setup.rank.0 >= present {
-        return Err(setup_failure(format!(
-            "rank {} needs GPU {}, but this process sees {present} GPUs; lower --ranks, or look at \
-             CUDA_VISIBLE_DEVICES",
-            setup.rank, setup.rank
-        )));
+/// Opens the GPU of a rank and checks that the kernels support it.
+///
+/// # Errors
+/// What was found and what to do.
+pub(super) fn open(gpu: u32) -> Result<Device, String> {
+    let failed = |error: DeviceError| error.to_string();
+    let present = Device::count().map_err(failed)?;
+    if gpu >= present {
+        return Err(format!(
+            "a rank needs GPU {gpu}, but this process sees {present} GPUs; lower --ranks, or look at --gpus and CUDA_VISIBLE_DEVICES"
+        ));
     }
-    let device = Device::open(setup.rank.0).map_err(setup_failure)?;
-    let (major, minor) = device.capability().map_err(setup_failure)?;
-    if (major, minor) != (9, 0) {
-        let name = device.name().unwrap_or_default();
-        return Err(setup_failure(format!(
-            "GPU {} ({name}) has compute capability {major}.{minor}; the kernels are built for 9.0 (Hopper) only; \
-             use --device cpu",
-            setup.rank
-        )));
-    }
-    Ok(device)
+    let device = Device::open(gpu).map_err(failed)?;
+    let capability = device.capability().map_err(failed)?;
+    let facts = GpuFacts { name: device.name().unwrap_or_default(), capability };
+    if facts.is_supported() { Ok(device) } else { Err(facts.refusal(gpu)) }
 }
 
 /// Pins the staging of the channel.

@@ -10,9 +10,10 @@ use expertd_kernels::device::{Device, DeviceError, ShareableMemory};
 use serde::{Deserialize, Serialize};
 
 use super::layers::{LayerFacts, Layers, place};
+use super::setup::open;
 use super::upload::Upload;
-use crate::copy_tables;
 use crate::experts::{PackOn, UploadError, WeightSpace, bf16_parts, padded};
+use crate::{RankGpu, copy_tables};
 use expertd_ipc::control::{LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, ModelError, ModelSpec};
@@ -22,7 +23,7 @@ use expertd_types::{ExpertPlacement, Fp8Products, LayerId, Rank, WeightFingerpri
 
 /// Changes with every change of the places of weights or of their formats.
 const LAYOUT: u32 = 4;
-/// Device memory that a loader leaves to buffers of steps, graphs and the driver, in bytes.
+/// Device memory that a loader leaves to buffers of steps, graphs and the driver, for each rank on the GPU, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
 const LOAD_THREADS: usize = 16;
@@ -47,17 +48,23 @@ pub(crate) enum WeightsError {
     /// The index cannot be written or mapped.
     #[error(transparent)]
     Memory(#[from] SealedError),
+    /// The GPU cannot be used.
+    #[error("{0}")]
+    Gpu(String),
     /// Threads cannot be started.
     #[error("cannot start the threads that load weights: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
     /// The device has too little memory.
     #[error(
-        "GPU {rank} has {} MiB free of {} MiB, and this rank's weights and a reserve need {} MiB; use more ranks", .free >> 20,
-        .total >> 20, .needed >> 20
+        "GPU {gpu} has {} MiB free of {} MiB, and this rank's weights and a reserve{} need {} MiB; use more {}", .free >> 20,
+        .total >> 20, if *.gpu_ranks == 1 { String::new() } else { format!(" for each of {gpu_ranks} ranks on it") },
+        .needed >> 20, if *.gpu_ranks == 1 { "ranks" } else { "GPUs" }
     )]
     Room {
-        /// The rank.
-        rank: Rank,
+        /// The GPU.
+        gpu: u32,
+        /// Number of ranks on the GPU.
+        gpu_ranks: u32,
         /// Free bytes.
         free: u64,
         /// All bytes.
@@ -107,18 +114,19 @@ struct Index {
 /// If the checkpoint cannot be read, holds other weights or changes meanwhile, or the device has no room for it.
 pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, WeightsError> {
     let mut clock = SetupClock::start();
+    let gpu = RankGpu::of(setup.rank, &setup.gpus).map_err(WeightsError::Gpu)?;
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(setup.threads.min(LOAD_THREADS))
         .thread_name(|i| format!("load-{i}"))
         .build()?;
     // The driver starts while the checkpoint is read.
     let (device, checkpoint) = std::thread::scope(|scope| {
-        let device = scope.spawn(|| Device::open(setup.rank.0));
+        let device = scope.spawn(|| open(gpu.index));
         let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint));
-        let device = device.join().unwrap_or(Err(DeviceError::NoDriver));
+        let device = device.join().unwrap_or_else(|_| Err(DeviceError::NoDriver.to_string()));
         (device, checkpoint)
     });
-    let (device, checkpoint) = (device?, checkpoint?);
+    let (device, checkpoint) = (device.map_err(WeightsError::Gpu)?, checkpoint?);
     device.bind()?;
     let spec = checkpoint.spec();
     let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, setup.checkpoint.placement.clone());
@@ -128,12 +136,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let mut space = WeightSpace::counting();
     place(spec, &share, setup.fp8_products, &facts, &mut space);
     let bytes = space.bytes();
-    let (free, total) = device.memory()?;
-    if bytes + RESERVE > free as u64 {
-        let (free, total, needed) = (free as u64, total as u64, bytes + RESERVE);
-        return Err(WeightsError::Room { rank: setup.rank, free, total, needed });
-    }
-    let memory = ShareableMemory::allocate(&device, usize::try_from(bytes).unwrap_or(usize::MAX))?;
+    let memory = allocate(&device, gpu, bytes)?;
     let mut space = WeightSpace::at(memory.address());
     let mut layers = place(spec, &share, setup.fp8_products, &facts, &mut space);
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
@@ -175,6 +178,31 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
         weight_bytes,
         used: Box::new((memory, checkpoint, device)),
     })
+}
+
+/// Allocates the memory of a rank's weights on a GPU that has room for them and for a reserve of each rank.
+fn allocate(device: &Device, gpu: RankGpu, bytes: u64) -> Result<ShareableMemory, WeightsError> {
+    let reserve = RESERVE * u64::from(gpu.ranks);
+    let needed = bytes + reserve;
+    let check = |needed: u64, held: u64| {
+        let (free, total) = device.memory()?;
+        let (free, total) = (free as u64 + held, total as u64);
+        let lacks = WeightsError::Room { gpu: gpu.index, gpu_ranks: gpu.ranks, free, total, needed };
+        if needed > free { Err(lacks) } else { Ok(()) }
+    };
+    check(needed, 0)?;
+    let memory = ShareableMemory::allocate(device, usize::try_from(bytes).unwrap_or(usize::MAX));
+    if gpu.ranks == 1 {
+        return Ok(memory?);
+    }
+    // The loaders of the other ranks allocate at the same time. The last of them finds what all of them have left.
+    match memory {
+        Ok(memory) => check(needed, memory.bytes() as u64).map(|()| memory),
+        Err(error) => {
+            check(needed, 0)?;
+            Err(error.into())
+        }
+    }
 }
 
 fn contents(expected: impl ToString, found: impl ToString) -> WeightsError {

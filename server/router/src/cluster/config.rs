@@ -21,6 +21,8 @@ pub struct ClusterConfig {
     pub windows: Option<MakeWindows>,
     /// The ranks' device.
     pub device: DeviceKind,
+    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    pub gpus: Vec<u32>,
     /// Description of the model, with which that of a checkpoint to reload is compared.
     pub description: serde_json::Value,
     /// The checkpoint that the first generation serves.

@@ -354,6 +354,7 @@ fn rank_setup(
         shape: config.shape.clone(),
         row_counts,
         device: config.device,
+        gpus: config.gpus.clone(),
         fingerprint: weights.source.fingerprint,
         fp8_products: config.fp8_products,
         cores: config.cores[rank.index()].clone(),

@@ -211,6 +211,7 @@ impl Loading {
                 rank,
                 ranks: config.shape.ranks,
                 device: config.device,
+                gpus: config.gpus.clone(),
                 checkpoint: self.source.clone(),
                 fp8_products: config.fp8_products,
                 cores: config.cores[rank.index()].clone(),

@@ -3,16 +3,15 @@
 use std::time::Duration;
 
 use super::PlanError;
+use super::devices::{Devices, Host, MAX_RANKS};
 use super::values::{derive, value, within};
+use crate::inventory;
 use crate::serve::settings::{Given, parse_cores};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda as gpu;
 use expertd_router::cluster::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use expertd_shm::wait::SPIN_TIME;
 use expertd_types::{Fp8Compute, Fp8Products};
-
-/// Largest number of ranks on one host.
-const MAX_RANKS: u32 = 8;
 
 /// The processors and devices of a service.
 #[derive(Clone, Debug)]
@@ -21,6 +20,8 @@ pub(super) struct Machine {
     pub(super) device: DeviceKind,
     /// Number of ranks.
     pub(super) ranks: u32,
+    /// `[ranks]`: each rank's GPU; empty on CPUs.
+    pub(super) gpus: Vec<u32>,
     /// The experts whose products are computed in FP8.
     pub(super) fp8_products: Fp8Products,
     /// Number of cores that may be busy all the time.
@@ -53,38 +54,8 @@ impl Machine {
                  quota is used up: give the container whole cores (Kubernetes: static CPU manager policy)"
             );
         }
-        let gpus = gpu::present();
-        let (default, why) = match (gpu::BUILT, gpus) {
-            (false, _) => (DeviceKind::Cpu, "this build has no GPU ranks"),
-            (true, 0) => (DeviceKind::Cpu, "no GPU found"),
-            (true, _) => (DeviceKind::Cuda, "GPUs found"),
-        };
-        let device = derive(&mut given.device, default, why);
-        let ranks = match device {
-            DeviceKind::Cpu => {
-                let nodes = numa_nodes(&cores).len().clamp(1, MAX_RANKS as usize) as u32;
-                derive(&mut given.ranks, nodes, "one per NUMA node")
-            }
-            DeviceKind::Cuda => {
-                if !gpu::BUILT {
-                    return Err(value("device", gpu::BUILD_HINT));
-                }
-                if gpus == 0 {
-                    return Err(value(
-                        "device",
-                        "is cuda, but no GPU was found (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it); see \
-                         `expertd doctor`, or use --device cpu",
-                    ));
-                }
-                derive(&mut given.ranks, gpus.min(MAX_RANKS), "one per GPU")
-            }
-        };
-        if device == DeviceKind::Cuda && ranks > gpus {
-            return Err(value(
-                "ranks",
-                format!("is {ranks}, but only {gpus} GPUs were found; each rank needs one"),
-            ));
-        }
+        let host = Host::here(&inventory::in_child_process, numa_nodes(&cores).len() as u32);
+        let Devices { device, ranks, gpus } = Devices::choose(given, &host)?;
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
         let fp8_compute = match device {
             DeviceKind::Cpu => derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks keep rows in f32"),
@@ -100,7 +71,7 @@ impl Machine {
         };
         let nodes = match device {
             DeviceKind::Cpu => vec![None; ranks as usize],
-            DeviceKind::Cuda => gpu::numa_nodes(ranks as usize),
+            DeviceKind::Cuda => gpu::numa_nodes(&gpus),
         };
         let shares = match device {
             DeviceKind::Cpu => share_cores(&cores, ranks as usize),
@@ -109,7 +80,7 @@ impl Machine {
         // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
         let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
-        Ok(Machine { device, ranks, fp8_products, usable_cores, shares, nodes, spin })
+        Ok(Machine { device, ranks, gpus, fp8_products, usable_cores, shares, nodes, spin })
     }
 }
 

@@ -1,5 +1,6 @@
 //! Resolves settings against the machine and a checkpoint to a complete plan of a service.
 
+mod devices;
 mod machine;
 mod memory;
 mod model;
@@ -11,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub(crate) use self::devices::gpus;
 pub(crate) use self::memory::{MAX_BYTES_IN_FLIGHT, PROCESS_BYTES, default_bytes_in_flight};
 pub use self::memory::{MessageMemory, RouterMemory};
 pub use self::sessions::SessionPlan;
@@ -38,6 +40,9 @@ const MAX_COPY_THREADS: usize = 16;
 
 /// Time for the memory of an earlier service, whose ranks may still be ending, to become available.
 const MEMORY_WAIT: Duration = Duration::from_secs(5);
+
+/// Default of `device-timeout-ms` if ranks share a GPU.
+const SHARED_GPU_TIMEOUT_MS: u64 = 30_000;
 
 /// Why a service cannot be planned; exit status 64.
 #[derive(Debug, thiserror::Error)]
@@ -120,7 +125,7 @@ impl ServePlan {
 
         let machine = Machine::choose(&mut given)?;
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
-        let timeouts = Timeouts::of(&given)?;
+        let timeouts = Timeouts::of(&mut given, gpu::is_shared(&machine.gpus))?;
         if given.admin_listen.0.is_none() {
             let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
             derive(&mut given.admin_listen, address, "a socket of this user");
@@ -208,7 +213,12 @@ struct Timeouts {
 }
 
 impl Timeouts {
-    fn of(given: &Given) -> Result<Timeouts, PlanError> {
+    /// `share_gpu` says whether ranks share a GPU.
+    fn of(given: &mut Given, share_gpu: bool) -> Result<Timeouts, PlanError> {
+        if share_gpu && matches!(given.device_timeout_ms.1, Source::Default(_)) {
+            let why = "ranks that share a GPU take turns";
+            given.device_timeout_ms = (Some(SHARED_GPU_TIMEOUT_MS), Source::Default(why.to_owned()));
+        }
         let step = millis("step-timeout-ms", &given.step_timeout_ms)?;
         let device = millis("device-timeout-ms", &given.device_timeout_ms)?;
         let liveness = millis("liveness-timeout-ms", &given.liveness_timeout_ms)?;
@@ -231,7 +241,7 @@ fn cluster(
     description: serde_json::Value,
     max_weight_bytes: Option<u64>,
 ) -> ClusterConfig {
-    let Machine { device, fp8_products, usable_cores, shares, spin, .. } = machine;
+    let Machine { device, gpus, fp8_products, usable_cores, shares, spin, .. } = machine;
     ClusterConfig {
         shape,
         windows: match device {
@@ -254,8 +264,9 @@ fn cluster(
         step_timeout: timeouts.step,
         environment: match device {
             DeviceKind::Cpu => Vec::new(),
-            DeviceKind::Cuda => gpu::environment(),
+            DeviceKind::Cuda => gpu::environment(&gpus),
         },
+        gpus,
     }
 }
 

@@ -17,7 +17,7 @@ pub(super) fn model_info(
     machine: &Machine,
     placement: Option<&ExpertPlacement>,
 ) -> ModelInfo {
-    let Machine { device, shares, nodes, .. } = machine;
+    let Machine { device, gpus, shares, nodes, .. } = machine;
     let layers: BTreeMap<_, _> = spec
         .moe_layers()
         .map(|(layer, moe)| {
@@ -48,7 +48,8 @@ pub(super) fn model_info(
                 DeviceKind::Cpu => format!("cpu, cores {}", list(cores)),
                 DeviceKind::Cuda => {
                     let near = near.map_or_else(String::new, |node| format!(" (NUMA node {node})"));
-                    format!("cuda, GPU {rank}{near}, cores {}", list(cores))
+                    let gpu = gpus.get(rank as usize).copied().unwrap_or(rank);
+                    format!("cuda, GPU {gpu}{near}, cores {}", list(cores))
                 }
             },
             experts: owned_ranges(&layers, placement, Rank(rank), ranks),
