@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -12,10 +13,14 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::address::{Address, BindError};
 
+/// Interval at which a listener looks for its file.
+const CHECK_FILE: Duration = Duration::from_secs(1);
+
 /// A bound Unix-domain socket. Dropping it removes its file, unless another one is in its place.
 pub(crate) struct UnixSocket {
     listener: UnixListener,
     path: PathBuf,
+    mode: u32,
     /// Device and inode of the file.
     file: Option<(u64, u64)>,
 }
@@ -31,7 +36,12 @@ impl UnixSocket {
             }
             listener => listener,
         };
-        Ok(UnixSocket { listener: listener.map_err(failed)?, path: path.to_owned(), file: identity(path) })
+        Ok(UnixSocket {
+            listener: listener.map_err(failed)?,
+            path: path.to_owned(),
+            mode,
+            file: identity(path),
+        })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -42,11 +52,28 @@ impl UnixSocket {
         &self.listener
     }
 
-    /// Accepts the next connection; returns it with the peer's user.
-    pub(super) async fn accept(&self) -> io::Result<(UnixStream, u32)> {
-        let (stream, _) = self.listener.accept().await?;
-        let user = stream.peer_cred()?.uid();
-        Ok((stream, user))
+    /// Accepts the next connection; returns it with the peer's user. Meanwhile a removed file is made again.
+    pub(super) async fn accept(&mut self) -> io::Result<(UnixStream, u32)> {
+        loop {
+            self.check_file();
+            if let Ok(accepted) = tokio::time::timeout(CHECK_FILE, self.listener.accept()).await {
+                let (stream, _) = accepted?;
+                let user = stream.peer_cred()?.uid();
+                return Ok((stream, user));
+            }
+        }
+    }
+
+    /// Binds the socket again if its file was removed, for example by a cleaner of temporary files: without the file no
+    /// client can connect.
+    fn check_file(&mut self) {
+        if fs::symlink_metadata(&self.path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+            && let Ok(listener) = listen(&self.path, self.mode)
+        {
+            tracing::warn!(path = %self.path.display(), "the file of a socket was removed; the socket is bound again");
+            self.listener = listener;
+            self.file = identity(&self.path);
+        }
     }
 }
 
@@ -76,14 +103,19 @@ fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     UnixListener::from_std(socket.into())
 }
 
-/// Removes the file of a socket on which no process listens.
+/// Removes the file of a socket on which no process listens. Of services that start at once on such a file, one binds it: the file
+/// that is removed is the one that was tried.
 fn remove_stale(path: &Path) -> Result<(), BindError> {
     let failed = |source| BindError::System { address: Address::Unix(path.to_owned()), source };
-    if !fs::symlink_metadata(path).map_err(failed)?.file_type().is_socket() {
+    let tried = fs::symlink_metadata(path).map_err(failed)?;
+    if !tried.file_type().is_socket() {
         return Err(BindError::NotASocket { path: path.to_owned() });
     }
     match StdStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+        Err(error)
+            if error.kind() == io::ErrorKind::ConnectionRefused
+                && identity(path) == Some((tried.dev(), tried.ino())) =>
+        {
             fs::remove_file(path).map_err(failed)
         }
         _ => Err(BindError::InUse { path: path.to_owned() }),
@@ -126,7 +158,7 @@ mod tests {
     async fn the_kernel_reports_the_user_of_a_peer() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("api.sock");
-        let socket = UnixSocket::bind(&path, 0o600).unwrap();
+        let mut socket = UnixSocket::bind(&path, 0o600).unwrap();
         let _client = StdStream::connect(&path).unwrap();
         assert_eq!(socket.accept().await.unwrap().1, rustix::process::geteuid().as_raw());
     }
