@@ -12,7 +12,7 @@ use expertd_router::backend::{Backend, ServiceState};
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{
-    MetricsEndpoint, Recorder, flush_traces, install_recorder, record_memory_limit, start_traces, tell,
+    MetricsEndpoint, Recorder, flush_traces, install_recorder, start_traces, tell,
 };
 use expertd_router::watchdog;
 use expertd_shm::wait::spin_between_steps;
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::error::StartError;
 use super::plan::{ServePlan, SessionPlan};
-use super::{descriptors, exit, memory, print, report};
+use super::{descriptors, exit, print, report};
 
 /// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
@@ -45,7 +45,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Checks addresses and credentials, reserves memory for messages, binds every address, then forms the first generation.
+    /// Checks addresses and credentials, binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
@@ -56,10 +56,7 @@ impl Running {
         config.check(&access)?;
         let metrics = metrics_address(&plan, &access)?;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
-        record_memory_limit(config.memory_limit_bytes);
         start_traces(plan.otlp_endpoint.as_deref())?;
-        plan.buffers.reserve();
-        tokio::spawn(memory::settle(tokio::runtime::Handle::current().metrics().num_workers()));
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
         let running = Self::listen(&service, &config, access, metrics, recorder, sessions).await?;
         service.begin()?;
@@ -216,7 +213,7 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
         },
         shutdown_grace: SHUTDOWN_GRACE,
         timeouts: ConnectionTimeouts::default(),
-        memory_limit_bytes: plan.router_memory.total() as u64,
+        memory_limit_bytes: 0,
     })
 }
 

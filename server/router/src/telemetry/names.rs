@@ -154,7 +154,7 @@ metrics_table! {
     BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
     /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
-    /// Upper bound of the router's resident memory, kinds anon and shmem together.
+    /// Always 0: the router's memory has no bound beside the configured limits.
     ROUTER_MEMORY_LIMIT_BYTES = "expertd_router_memory_limit_bytes", Kind::Gauge, Bytes, [];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];

@@ -2,7 +2,6 @@
 
 mod devices;
 mod machine;
-mod memory;
 mod model;
 mod sessions;
 mod sizes;
@@ -13,9 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::devices::gpus;
-pub(crate) use self::memory::{MAX_BYTES_IN_FLIGHT, PROCESS_BYTES, default_bytes_in_flight};
-pub use self::memory::{MessageMemory, RouterMemory};
 pub use self::sessions::SessionPlan;
+pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
 
 use self::machine::Machine;
 use self::model::model_info;
@@ -90,10 +88,6 @@ pub struct ServePlan {
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
-    /// Memory for messages and answers.
-    pub buffers: MessageMemory,
-    /// Upper bound of the router's resident memory.
-    pub router_memory: RouterMemory,
 }
 
 impl ServePlan {
@@ -138,15 +132,6 @@ impl ServePlan {
             if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
         let fingerprint = checkpoint.fingerprint(coverage);
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
-        let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
-        let session_bytes = sessions.as_ref().map_or(0, SessionPlan::router_bytes);
-        let router_memory = RouterMemory::new(
-            buffers,
-            limits.max_bytes_in_flight,
-            channel_bytes,
-            &connections,
-            session_bytes,
-        );
         let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
@@ -166,8 +151,6 @@ impl ServePlan {
             connections,
             window_bytes,
             channel_bytes,
-            buffers,
-            router_memory,
             shown: given.shown(),
             skip_memory_check: given.skip_memory_check.0.unwrap_or(false),
             spec,
