@@ -12,7 +12,7 @@ use expertd_router::backend::{Backend, ServiceState};
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{
-    MetricsEndpoint, Recorder, flush_traces, install_recorder, start_traces, tell,
+    MetricsEndpoint, Recorder, flush_logs, flush_traces, install_recorder, start_traces, tell,
 };
 use expertd_router::watchdog;
 use expertd_shm::wait::spin_between_steps;
@@ -273,6 +273,7 @@ fn drain_on_signals(service: Arc<Service>) {
                 tokio::spawn(async {
                     tokio::time::sleep(END_AT_ONCE).await;
                     tell("expertd serve: ended by a second signal before the drain was over");
+                    flush_logs();
                     std::process::exit(i32::from(exit::SETUP));
                 });
             }

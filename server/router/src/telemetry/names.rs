@@ -144,7 +144,7 @@ metrics_table! {
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
     /// Spans of requests that were sent to the receiver of traces.
     TRACE_SPANS_SENT_TOTAL = "expertd_trace_spans_sent_total", Kind::Counter, Count, [];
-    /// Spans dropped, by reason: queue (more ended than were sent) or export (the receiver did not take them).
+    /// Spans dropped because the receiver did not take them (reason export). The reason queue stays at 0.
     TRACE_SPANS_DROPPED_TOTAL = "expertd_trace_spans_dropped_total", Kind::Counter, Count, ["reason"];
     /// Log lines dropped because standard error did not take them in time.
     LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];

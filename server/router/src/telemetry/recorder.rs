@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
+use super::logs::record_dropped_lines;
 use super::names::{self, Kind};
 use super::process::resident_bytes;
 
@@ -25,6 +26,7 @@ impl Recorder {
     /// All metrics in Prometheus' text format.
     #[must_use]
     pub fn render(&self) -> String {
+        record_dropped_lines();
         self.handle.render()
     }
 }
@@ -105,6 +107,7 @@ fn record_build(features: &'static str) {
         "features" => features,
     )
     .set(1.0);
+    gauge!(names::ROUTER_MEMORY_LIMIT_BYTES).set(0.0);
     if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
         gauge!(names::START_TIME_SECONDS).set(now.as_secs_f64());
     }
