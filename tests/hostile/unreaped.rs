@@ -1,11 +1,11 @@
 //! Ranks that end but cannot be reaped: another process traces them, so that they stay zombies that their parent cannot see.
 
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::load::{Load, PATIENCE};
+use crate::load::{Load, PATIENCE, is_ready};
 use crate::ptrace;
 use crate::service::{Service, eventually, send};
 
@@ -48,6 +48,10 @@ fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end()
     }
     let killed = Instant::now();
     send(held[0], Signal::KILL);
+    eventually(Duration::from_secs(2), "the service is not ready while its ranks are not reaped", || {
+        !is_ready(&service.metrics)
+    });
+    assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(load.goes_on(), "the next generation serves");
     println!("calls were answered {:?} after the kill", killed.elapsed());
     assert!(held.iter().all(|&rank| is_zombie(rank)), "the first generation has ended and was not reaped");

@@ -19,8 +19,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
+use expertd_router::progress;
 use expertd_router::telemetry::{flush_logs, tell};
-use expertd_router::watchdog;
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};
@@ -93,7 +93,6 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             }
         }
     });
-    watchdog::stop();
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
 }
@@ -103,13 +102,15 @@ fn print(text: &str) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-/// Keeps the memory of this process from other processes of the user and from core files, and starts the watchdog, which ends the
-/// process if a thread is lost that it cannot do without.
+/// Keeps the memory of this process from other processes of the user and from core files, lets the end of a thread that it needs
+/// end it, and writes panics to the log, because a panicking thread must not wait for standard error.
 fn guard_process() -> std::io::Result<()> {
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    watchdog::start(|reason| {
+    std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
+    progress::end_with(|reason| {
         tell(&format!("expertd serve: {reason}"));
         flush_logs();
         std::process::exit(i32::from(exit::LOST));
-    })
+    });
+    Ok(())
 }

@@ -9,12 +9,12 @@ use expertd_router::api::{
     self, Access, AccessConfig, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
 };
 use expertd_router::backend::{Backend, ServiceState};
+use expertd_router::progress;
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{
-    MetricsEndpoint, Recorder, flush_logs, flush_traces, install_recorder, start_traces, tell,
+    MetricsEndpoint, flush_logs, flush_traces, install_recorder, start_traces, tell,
 };
-use expertd_router::watchdog;
 use expertd_shm::wait::spin_between_steps;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -58,7 +58,12 @@ impl Running {
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         start_traces(plan.otlp_endpoint.as_deref())?;
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
-        let running = Self::listen(&service, &config, access, metrics, recorder, sessions).await?;
+        let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
+        let endpoint =
+            MetricsEndpoint::bind(metrics, recorder, backend, Arc::clone(&access), plan.health_timeout)
+                .await
+                .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let running = Self::listen(&service, &config, access, endpoint, sessions).await?;
         service.begin()?;
         Ok(Running { access: plan.access, ..running })
     }
@@ -67,16 +72,12 @@ impl Running {
         service: &Arc<Service>,
         config: &ServerConfig,
         access: Arc<Access>,
-        metrics: SocketAddr,
-        recorder: Recorder,
+        endpoint: MetricsEndpoint,
         sessions: Option<SessionConfig>,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint = MetricsEndpoint::bind(metrics, recorder, Arc::clone(&backend), Arc::clone(&access))
-            .await
-            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
-        let metrics = endpoint.local_address().unwrap_or(metrics);
+        let metrics = endpoint.local_address();
         let server = Server::bind(config, access, backend).await?;
         let session_server = match sessions {
             Some(config) => {
@@ -140,7 +141,7 @@ impl Running {
     /// Waits for a signal, a drain or a failure, and then stops the service.
     pub(super) async fn until_end(self) -> ExitCode {
         drain_on_signals(Arc::clone(&self.service));
-        let end = self.watched_until_end().await;
+        let end = self.service.ended().await;
         self.stop().await;
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
@@ -155,21 +156,6 @@ impl Running {
         }
     }
 
-    /// Waits for the service's end on this thread, without which the process would never exit.
-    async fn watched_until_end(&self) -> ServiceEnd {
-        let heartbeat = watchdog::watch("the main thread");
-        let mut ticks = tokio::time::interval(watchdog::TICK);
-        let mut ended = std::pin::pin!(self.service.ended());
-        let end = loop {
-            tokio::select! {
-                end = &mut ended => break end,
-                _ = ticks.tick() => heartbeat.tick(),
-            }
-        };
-        heartbeat.finish();
-        end
-    }
-
     /// Drains and stops the service: sends all answers, closes connections, reaps ranks.
     pub async fn drain(self) {
         self.service.drain(None).await;
@@ -178,6 +164,7 @@ impl Running {
     }
 
     async fn stop(self) {
+        progress::stop();
         self.shutdown.cancel();
         if let Ok(Err(error)) = self.server.await {
             tracing::warn!(%error, "the server ended with an error");

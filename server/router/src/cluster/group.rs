@@ -17,8 +17,8 @@ use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
 use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
 use super::weights::WeightSet;
+use crate::progress;
 use crate::sessions::AttachAnswer;
-use crate::watchdog;
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_shm::SharedRegion;
@@ -29,8 +29,6 @@ pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
 /// has yet to map the channel.
 const START_GRACE: u32 = 10;
-/// Consecutive checks without a read after which the thread that reads a rank's messages counts as lost: 2 s.
-const LOST_READER_CHECKS: u32 = 20;
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
@@ -57,10 +55,6 @@ struct Member {
     /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
     /// against a rank.
     missed_beats: u32,
-    /// Reads of its control socket at the last check.
-    reads: u64,
-    /// Consecutive checks without a read.
-    missed_reads: u32,
 }
 
 /// A generation. Dropping it kills and reaps its ranks.
@@ -125,7 +119,7 @@ impl Group {
             windows,
         };
         for rank in 0..config.shape.ranks {
-            watchdog::tick();
+            progress::tick();
             let rank = Rank(rank);
             let process = group
                 .spawn(rank, weights, sender.clone(), bell, row_counts)
@@ -138,14 +132,7 @@ impl Group {
                 total_bytes: 0,
                 usage: None,
             };
-            group.members.push(Member {
-                process,
-                view,
-                heartbeat: 0,
-                missed_beats: 0,
-                reads: 0,
-                missed_reads: 0,
-            });
+            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
         }
         Ok(group)
     }
@@ -287,17 +274,6 @@ impl Group {
                 let waited = CHECK_INTERVAL * member.missed_beats;
                 let message =
                     format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
-                return Err(Fault { kind: FaultKind::Liveness, message });
-            }
-            let reads = member.process.reads();
-            member.missed_reads = if reads == member.reads { member.missed_reads + 1 } else { 0 };
-            member.reads = reads;
-            if member.missed_reads >= LOST_READER_CHECKS {
-                let waited = CHECK_INTERVAL * member.missed_reads;
-                let message = format!(
-                    "the router's thread that reads the messages of rank {rank} has stood still for {waited:?}; the next \
-                     generation gets another one"
-                );
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
         }

@@ -19,7 +19,7 @@ use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind};
 use super::group::CHECK_INTERVAL;
 use super::process::{ChildProcess, Start, kill_and_reap};
-use crate::watchdog;
+use crate::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
 /// and no call waits for a loader while weights serve.
@@ -205,7 +205,7 @@ impl Loading {
     fn start_loaders(&mut self) -> io::Result<()> {
         let (config, now) = (Arc::clone(&self.config), Instant::now());
         for rank in 0..config.shape.ranks {
-            watchdog::tick();
+            progress::tick();
             let rank = Rank(rank);
             let setup = LoaderSetup {
                 rank,
@@ -222,10 +222,7 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket, _| {
-                // A loader whose messages do not arrive counts as silent.
-                read(socket, rank, &events, &bell);
-            })?;
+            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
             self.members.push(Member { process, view, share: None, silent: 0, last_progress: now });
         }

@@ -26,8 +26,8 @@ use super::service::{SchedulerConfig, ServiceEnd};
 use super::shared::Shared;
 use crate::backend::{DrainReport, ServiceState, StepError};
 use crate::cluster::{ClusterConfig, Group, Loading, WeightSet};
+use crate::progress;
 use crate::telemetry::{StepMetrics, names};
-use crate::watchdog;
 
 /// Time that ranks have to exit by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -125,7 +125,7 @@ impl Driver {
         show_counters_of_faults();
         let end = loop {
             // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
-            watchdog::tick();
+            progress::tick();
             if self.exchange() {
                 // The rows of a new call are on their way to the ranks before anything else is looked at, the answers of the last step
                 // included.
@@ -237,12 +237,14 @@ impl Driver {
             match self.step_loop.poll(now, &has_left)? {
                 Action::FormGroup { generation } => self.form_group(generation),
                 Action::EndGroup { .. } => {
+                    self.serves_no_more("the ranks of the generation are being ended");
                     // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
                     let left = self.group.take().map(Group::end).unwrap_or_default();
                     self.memories.end_generation(&left);
                     self.loading = None;
                     self.note_pause();
                     self.launched.clear();
+                    self.shared.note_steps(false);
                     self.experts_ended = None;
                     self.show_ranks();
                 }
@@ -258,7 +260,6 @@ impl Driver {
                     // After the inbox, so that callers who see the new state find the inbox in agreement with it.
                     self.exchange();
                     self.shared.set_state(state, &reason);
-                    metrics::gauge!(names::READY).set(f64::from(u8::from(state == ServiceState::Serving)));
                     tracing::info!(?state, %reason, "state");
                 }
                 Action::ReportDrain { requests_dropped } => {
@@ -269,6 +270,13 @@ impl Driver {
                 }
                 Action::End(end) => return Some(end),
             }
+        }
+    }
+
+    /// Says at once that no generation serves: its end may wait for processes that do not end.
+    pub(super) fn serves_no_more(&self, reason: &str) {
+        if *self.shared.state.borrow() == ServiceState::Serving {
+            self.shared.set_state(ServiceState::Reforming, reason);
         }
     }
 

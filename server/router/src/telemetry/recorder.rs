@@ -9,6 +9,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use super::logs::record_dropped_lines;
 use super::names::{self, Kind};
 use super::process::resident_bytes;
+use crate::progress;
 
 /// Interval at which histograms are drained. Until then they hold every sample in memory: at forty thousand calls a second, 2 MB more
 /// each second.
@@ -75,7 +76,9 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             record_build(features);
             let upkeep = handle.clone();
             let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+                let needed = progress::need("the thread that drains histograms");
                 for turn in (0..MEMORY_EVERY).cycle() {
+                    needed.tick();
                     upkeep.run_upkeep();
                     if turn == 0 {
                         record_memory();

@@ -78,6 +78,8 @@ pub struct ServePlan {
     pub sessions: Option<SessionPlan>,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
+    /// Age of a thread's last progress above which `/healthz` answers 503.
+    pub health_timeout: Duration,
     /// Receiver of traces; `None` leaves it to OpenTelemetry's own variables.
     pub otlp_endpoint: Option<String>,
     /// Who may call the service.
@@ -146,6 +148,7 @@ impl ServePlan {
             admin_listen: listen(&given.admin_listen),
             sessions,
             metrics_listen: listen(&given.metrics_listen),
+            health_timeout: timeouts.health,
             otlp_endpoint: given.otlp_endpoint.0.clone(),
             access,
             connections,
@@ -199,6 +202,7 @@ struct Timeouts {
     step: Duration,
     device: Duration,
     liveness: Duration,
+    health: Duration,
 }
 
 impl Timeouts {
@@ -217,7 +221,8 @@ impl Timeouts {
                 "must be at least 300, because the heartbeat's interval is up to 100 ms",
             ));
         }
-        Ok(Timeouts { step, device, liveness })
+        let health = within("health-timeout-ms", given.health_timeout_ms.0.unwrap_or(0), 1000, 3_600_000)?;
+        Ok(Timeouts { step, device, liveness, health: Duration::from_millis(health) })
     }
 }
 

@@ -21,8 +21,8 @@ use super::tarpit::Tarpit;
 use super::watched::Watched;
 use crate::api::access::{Peer, Protocol, peer_name};
 use crate::api::framing::connection::{Connection, ConnectionTimeouts, Verdict};
+use crate::progress;
 use crate::telemetry::{Rarely, names};
-use crate::watchdog;
 
 /// Interval at which all connections are checked.
 const ROUND: Duration = Duration::from_millis(250);
@@ -100,8 +100,8 @@ impl Connections {
     /// Accepts connections until the service closes. A connection above a limit is closed.
     pub(in crate::api) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
-        let heartbeat = watchdog::watch("the task that accepts connections");
-        let mut ticks = tokio::time::interval(watchdog::TICK);
+        let heartbeat = progress::need("the task that accepts connections");
+        let mut ticks = tokio::time::interval(progress::TICK);
         loop {
             heartbeat.tick();
             let (socket, origin) = tokio::select! {
@@ -199,7 +199,7 @@ impl Connections {
     /// Checks all connections in rounds until the service ends. Sets the gauges if these are the public connections.
     pub(in crate::api) async fn watch(self: Arc<Self>, public: bool) {
         let budget = Arc::clone(&self.services.budget);
-        let heartbeat = watchdog::watch("the task that checks connections");
+        let heartbeat = progress::need("the task that checks connections");
         let mut rounds = tokio::time::interval(ROUND);
         rounds.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {

@@ -164,7 +164,7 @@ impl Server {
         let budget = Budget::new(limits.max_bytes_in_flight, limits.max_message_bytes);
         let (reporter, health) = tonic_health::server::health_reporter();
         let end = CancellationToken::new();
-        tokio::spawn(health::follow(reporter, self.backend.watch_state(), end.clone()));
+        tokio::spawn(health::follow(reporter, Arc::clone(&self.backend), end.clone()));
 
         let shared =
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();

@@ -60,6 +60,7 @@ impl Driver {
     /// Lets steps form once the ranks have attached the memories that calls cannot do without.
     pub(super) fn begin_steps(&mut self) {
         if let Some((generation, version)) = self.memories.take_ready() {
+            self.shared.note_steps(false);
             self.step_loop.group_ready(generation, version, self.now());
         }
     }
@@ -67,6 +68,7 @@ impl Driver {
     pub(super) fn fault(&mut self, generation: Generation, fault: &Fault) {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
+        self.serves_no_more("the EP group is re-forming");
         self.give_up_reload(fault);
         // Calls whose words were raised must not be computed again: their clients have gone on.
         while let Some(done) = self.group.as_mut().and_then(Group::take_raised) {
