@@ -15,6 +15,7 @@ use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
+use super::observed::ObservedTime;
 use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
 use super::weights::WeightSet;
 use crate::progress;
@@ -72,8 +73,8 @@ pub(crate) struct Group {
     started: bool,
     sequence: u64,
     in_flight: VecDeque<InFlight>,
-    /// When the front step became the oldest one.
-    front_since: Instant,
+    /// Time since the front step became the oldest one.
+    front_time: ObservedTime,
     next_check: Instant,
     /// Answers of ranks to orders about clients' memories.
     attach_answers: VecDeque<AttachNews>,
@@ -112,7 +113,7 @@ impl Group {
             started: false,
             sequence: 0,
             in_flight: VecDeque::new(),
-            front_since: Instant::now(),
+            front_time: ObservedTime::start(Instant::now()),
             next_check: Instant::now() + CHECK_INTERVAL,
             attach_answers: VecDeque::new(),
             usage_changed: false,
@@ -277,8 +278,9 @@ impl Group {
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
         }
-        if let Some(step) = self.in_flight.front()
-            && self.front_since.elapsed() > self.config.step_timeout
+        let waited = self.front_time.look(Instant::now());
+        if let Some(step) = self.in_flight.front().filter(|step| step.completions.iter().any(Option::is_none))
+            && waited > self.config.step_timeout
         {
             let late: Vec<_> = (0..)
                 .zip(&step.completions)

@@ -21,7 +21,7 @@ use serde::Serialize;
 /// Longest wait for the end of killed processes, which first free gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for the exit status of a process that has closed its control socket.
-const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
+pub(super) const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Killed processes that have not ended.
 static LEFT: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -191,6 +191,11 @@ impl ChildProcess {
                 }
             }
         }
+    }
+
+    /// The exit status of a process that has ended.
+    pub(super) fn status(&mut self) -> Option<ExitStatus> {
+        self.status_until(Instant::now()).or(self.ended)
     }
 
     /// Kills the process, even if it is stopped. `kill_and_reap` also waits for its end.

@@ -25,7 +25,7 @@ use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd};
 use super::shared::Shared;
 use crate::backend::{DrainReport, ServiceState, StepError};
-use crate::cluster::{ClusterConfig, Group, Loading, WeightSet};
+use crate::cluster::{ClusterConfig, Freeing, Group, Loading, WeightSet};
 use crate::progress;
 use crate::telemetry::{StepMetrics, names};
 
@@ -68,6 +68,8 @@ pub(super) struct Driver {
     served: (WeightVersion, CheckpointSource),
     /// Weights that are loaded while no generation serves, and the generation that waits for them.
     loading: Option<(Generation, Loading)>,
+    /// Loaders that were ended, and may still hold memory.
+    ended_loaders: Option<Freeing>,
     /// The weights that the present generation serves or is formed for.
     pub(super) group_weights: Option<Arc<WeightSet>>,
     /// A reload that is under way.
@@ -111,6 +113,7 @@ impl Driver {
             group: None,
             weights: None,
             loading: None,
+            ended_loaders: None,
             group_weights: None,
             reload: None,
             memories,
@@ -241,7 +244,7 @@ impl Driver {
                     // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
                     let left = self.group.take().map(Group::end).unwrap_or_default();
                     self.memories.end_generation(&left);
-                    self.loading = None;
+                    self.end_loading();
                     self.note_pause();
                     self.launched.clear();
                     self.shared.note_steps(false);

@@ -276,7 +276,9 @@ impl Backend for Service {
         let left = left_processes();
         if !left.is_empty() {
             let separator = if status.reason.is_empty() { "" } else { "; " };
-            status.reason = format!("{}{separator}killed processes {left:?} do not end", status.reason);
+            // In words that `public_text` knows.
+            let left: Vec<_> = left.iter().map(|pid| format!("killed process {pid} does not end")).collect();
+            status.reason = format!("{}{separator}{}", status.reason, left.join("; "));
         }
         status
     }

@@ -28,7 +28,7 @@ impl Driver {
                 self.start_ranks(generation);
             }
             Err(failure) => {
-                self.loading = None;
+                self.end_loading();
                 if self.give_up_replacement(&failure) {
                     self.form_group(generation);
                 } else {
@@ -96,7 +96,14 @@ impl Driver {
         self.load(generation, version, source, LoadingMode::Alone);
     }
 
-    /// Loads the weights that a generation waits for.
+    /// Ends the loaders of the weights that a generation waits for, if there are any.
+    pub(super) fn end_loading(&mut self) {
+        if let Some((_, loading)) = self.loading.take() {
+            self.ended_loaders = Some(loading.end(&self.shared.bell).and(self.ended_loaders.take()));
+        }
+    }
+
+    /// Loads the weights that a generation waits for, once the memory of earlier loaders is free.
     fn load(
         &mut self,
         generation: Generation,
@@ -104,6 +111,11 @@ impl Driver {
         source: CheckpointSource,
         mode: LoadingMode,
     ) {
+        let mode = match (mode, self.ended_loaders.take()) {
+            (LoadingMode::Alone, Some(ended)) => LoadingMode::After(ended),
+            (LoadingMode::After(freeing), ended) => LoadingMode::After(freeing.and(ended)),
+            (mode, _) => mode,
+        };
         match Loading::start(&self.cluster, version, source, mode, &self.shared.bell) {
             Ok(loading) => {
                 self.loading = Some((generation, loading));
