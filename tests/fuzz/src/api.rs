@@ -1,4 +1,4 @@
-//! What clients send: HTTP/2, message splitting, requests, headers, tokens, sessions.
+//! What clients send: connections, requests, headers, tokens, sessions.
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
@@ -11,20 +11,9 @@ use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTime
 use expertd_router::{cuda_sessions_fuzzing, fuzzing, sessions_fuzzing};
 use tokio_util::sync::CancellationToken;
 
-/// A request body cut into chunks. The first byte selects unary or streaming and the size of the chunks.
-pub fn body(data: &[u8]) {
-    let Some((&first, rest)) = data.split_first() else { return };
-    fuzzing::body(rest, first & 1 != 0, 1 + usize::from(first >> 1) * 3);
-}
-
 /// A `ForwardRequest`: what passes validation has the shape that the ranks rely on.
 pub fn request(data: &[u8]) {
     fuzzing::request(data);
-}
-
-/// The bytes of a connection: the frame meter finds the same message bytes however they are cut.
-pub fn frames(data: &[u8]) {
-    fuzzing::frames(data);
 }
 
 /// `grpc-timeout`, addresses and token files.
@@ -67,8 +56,7 @@ static SERVER: LazyLock<Running> = LazyLock::new(|| {
         listen: vec![address(&path)],
         admin: Some(address(&directory.path().join("admin.sock"))),
         insecure: false,
-        // Without a tarpit, so that the end of a connection shows at once.
-        connections: ConnectionLimits { tarpit: 0, ..ConnectionLimits::for_tcp(64) },
+        connections: ConnectionLimits::for_tcp(64),
         shutdown_grace: Duration::from_millis(100),
         timeouts: ConnectionTimeouts::default(),
         memory_limit_bytes: 0,

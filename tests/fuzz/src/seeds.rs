@@ -4,7 +4,7 @@ use bytemuck::Zeroable as _;
 use expertd_ipc::control::{FromRank, ToRank};
 use expertd_ipc::{Completion, Segment};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
-use expertd_proto::v1::{DType, ForwardRequest, ForwardStreamRequest};
+use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_session::cuda::wire::{ControlLayout, KIND_CUDA, OpenCuda, PreparedCall, Ring, RoutingLayout};
 use expertd_session::wire::{
     FrameHeader, KIND_HOST, Open, RegionLayout, RequestRecord, VERSION, frame as kind,
@@ -49,15 +49,7 @@ pub fn all() -> Vec<Seed> {
     add("cuda-session", cuda_session());
     for request in requests() {
         add("request", request.encode_to_vec());
-        add("body", [&[0x80][..], &framed(&request.encode_to_vec())].concat());
-        let streamed = |id| {
-            framed(
-                &ForwardStreamRequest { id, request: Some(request.clone()), timeout_ms: 5 }.encode_to_vec(),
-            )
-        };
-        add("body", [&[0x81][..], &streamed(1), &streamed(2)].concat());
         add("connection", connection(&request.encode_to_vec()));
-        add("frames", [&[7][..], &connection(&request.encode_to_vec())].concat());
     }
     for text in [
         "250m",
@@ -282,7 +274,7 @@ fn cuda_session() -> Vec<u8> {
     [bytemuck::bytes_of(&open).to_vec(), prepare.clone(), frame(kind::GET_MODEL, &[]), prepare].concat()
 }
 
-/// Requests of the model of `expertd_router::fuzzing`, one with rows that are large enough to be kept apart.
+/// Requests of the model of `expertd_router::fuzzing`.
 fn requests() -> Vec<ForwardRequest> {
     let rows = |tokens: usize| bytes::Bytes::from(vec![1; tokens * 16]);
     let request =

@@ -13,21 +13,12 @@ const OPERATORS: u64 = 128;
 /// Least number of connections; with fewer, the service does not start.
 const FEWEST: u64 = 16;
 
-/// Sockets for which the limit on open files leaves room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sockets {
-    /// TCP connections.
-    pub(super) connections: usize,
-    /// Further sockets, of ended connections that are kept open for a while.
-    pub(super) tarpit: usize,
-}
-
-/// Raises the limit on open files as far as possible. Returns the sockets for which it leaves room, at most `wanted` of each
-/// kind.
+/// Raises the limit on open files as far as possible. Returns the number of TCP connections for which it leaves
+/// room, at most `wanted`.
 ///
 /// # Errors
 /// If there are too few for the service itself.
-pub(super) fn sockets(wanted: usize, unix: usize, ranks: usize) -> Result<Sockets, String> {
+pub(super) fn connections(wanted: usize, unix: usize, ranks: usize) -> Result<usize, String> {
     let limit = getrlimit(Resource::Nofile);
     let most = limit.maximum.unwrap_or(MOST).min(MOST);
     let mut allowed = limit.current.unwrap_or(MOST);
@@ -41,7 +32,7 @@ pub(super) fn sockets(wanted: usize, unix: usize, ranks: usize) -> Result<Socket
     room(allowed, wanted, unix, ranks)
 }
 
-fn room(allowed: u64, wanted: usize, unix: usize, ranks: usize) -> Result<Sockets, String> {
+fn room(allowed: u64, wanted: usize, unix: usize, ranks: usize) -> Result<usize, String> {
     let reserve = OWN + OPERATORS + 2 * PER_RANK * ranks as u64 + unix as u64;
     let free = allowed.saturating_sub(reserve);
     if free < FEWEST {
@@ -61,7 +52,7 @@ fn room(allowed: u64, wanted: usize, unix: usize, ranks: usize) -> Result<Socket
             "the limit on open files leaves room for fewer connections than max-connections"
         );
     }
-    Ok(Sockets { connections, tarpit: wanted.min(free - connections) })
+    Ok(connections)
 }
 
 #[cfg(test)]
@@ -72,10 +63,9 @@ mod tests {
 
     #[test]
     fn connections_leave_the_reserve_alone() {
-        assert_eq!(room(1 << 20, 1024, 256, 2).unwrap(), Sockets { connections: 1024, tarpit: 1024 });
+        assert_eq!(room(1 << 20, 1024, 256, 2).unwrap(), 1024);
         let few = room(1024, 1024, 256, 2).unwrap();
-        assert_eq!(few.connections as u64, 1024 - OWN - OPERATORS - 4 * PER_RANK - 256);
-        assert_eq!(few.tarpit, 0);
+        assert_eq!(few as u64, 1024 - OWN - OPERATORS - 4 * PER_RANK - 256);
         let error = room(256, 1024, 256, 2).unwrap_err();
         assert!(error.contains("ulimit -n"), "{error}");
     }

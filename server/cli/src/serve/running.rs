@@ -5,9 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_router::api::{
-    self, Access, AccessConfig, Address, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig,
-};
+use expertd_router::api::{self, Access, AccessConfig, Address, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{Backend, ServiceState};
 use expertd_router::progress;
 use expertd_router::sessions::{SessionConfig, SessionServer};
@@ -186,18 +184,16 @@ fn address(name: &'static str, text: &str) -> Result<Address, StartError> {
 /// The configuration of the gRPC listeners.
 fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
     let sessions = plan.sessions.as_ref().map_or(0, SessionPlan::descriptors);
-    let (tcp, unix) = (plan.connections.tcp, plan.connections.unix + sessions);
-    let sockets = descriptors::sockets(tcp, unix, plan.cluster.shape.ranks as usize)
+    // A connection over a Unix-domain socket has two descriptors.
+    let (tcp, unix) = (plan.connections.tcp, 2 * plan.connections.unix + sessions);
+    let connections = descriptors::connections(tcp, unix, plan.cluster.shape.ranks as usize)
         .map_err(StartError::Descriptors)?;
     let listen = plan.listen.split(',').map(|text| address("listen", text.trim()));
     Ok(ServerConfig {
         listen: listen.collect::<Result<_, _>>()?,
         admin: Some(address("admin-listen", &plan.admin_listen)?),
         insecure: plan.access.insecure,
-        connections: ConnectionLimits {
-            tarpit: sockets.tarpit,
-            ..plan.connections.with_tcp(sockets.connections)
-        },
+        connections: plan.connections.with_tcp(connections),
         shutdown_grace: SHUTDOWN_GRACE,
         timeouts: ConnectionTimeouts::default(),
         memory_limit_bytes: 0,

@@ -1,31 +1,20 @@
 //! Entry points for fuzz targets; not part of the interface.
 
 use std::collections::BTreeMap;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use expertd_proto::v1::{ForwardRequest, ForwardStreamRequest};
-use expertd_types::{
-    ChunkedBytes, Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion,
-};
+use expertd_proto::v1::ForwardRequest;
+use expertd_types::{Coverage, Generation, LayerId, LayerRange, StepId, WeightFingerprint, WeightVersion};
 use http::{HeaderMap, HeaderValue};
-use http_body::Body as _;
 use prost::Message as _;
 use tokio::sync::{oneshot, watch};
 use tonic::Status;
 
 use super::access::tokens;
-use super::framing::body::{PREFIX, RequestBody};
-use super::framing::budget::Budget;
-use super::framing::charges::{Arrival, Charges};
-use super::framing::chunks::{Chunks, terms};
 use super::service::call::deadline;
 use super::service::validate::{Envelope, validate};
 use super::transport::address::Address;
-use super::transport::frames::FrameMeter;
 use crate::backend::{
     Answer, Backend, ClientKey, DrainFuture, DrainReport, Limits, ModelInfo, MoeLayerInfo, Pending, Receipt,
     ReloadFuture, ReloadRequest, Request, RequestId, ServiceState, ServiceStatus, SubmitError,
@@ -38,58 +27,8 @@ const EXPERTS: usize = 6;
 const MAX_K: usize = 3;
 const VOCABULARY: usize = 10;
 const FINGERPRINT: WeightFingerprint = WeightFingerprint { coverage: Coverage::Sampled, digest: [7; 16] };
-/// Largest message of [`body`], in bytes: several times the size from which rows are kept apart.
+/// Largest message, in bytes.
 const MESSAGE_LIMIT: usize = 64 << 10;
-
-/// Passes a request body of chunks of `chunk` bytes through splitting, charging, decoding and validation.
-///
-/// # Panics
-/// If a message comes out that does not match its arrival, or a charge is not released.
-pub fn body(data: &[u8], streaming: bool, chunk: usize) {
-    let budget = Budget::new(1 << 40, MESSAGE_LIMIT);
-    let terms = terms(&budget, MESSAGE_LIMIT, streaming);
-    let charges = Arc::new(Charges::default());
-    let chunks = data.chunks(chunk.max(1)).map(Bytes::copy_from_slice).collect();
-    {
-        let mut body = pin!(RequestBody::new(Chunks(chunks), terms, Arc::clone(&charges)));
-        let mut passed = Vec::new();
-        // The budget has room for everything, so the body is never pending.
-        while let Poll::Ready(Some(Ok(frame))) =
-            body.as_mut().poll_frame(&mut Context::from_waker(Waker::noop()))
-        {
-            if let Ok(data) = frame.into_data() {
-                passed.extend_from_slice(&data);
-            }
-        }
-        take_messages(&passed, &charges, streaming);
-    }
-    drop(charges);
-    assert_eq!(budget.held(), 0, "all charges are released");
-}
-
-/// Decodes the messages that a body passed on, each with its arrival.
-fn take_messages(mut passed: &[u8], charges: &Charges, streaming: bool) {
-    while let Some((&[flag, a, b, c, d], rest)) = passed.split_first_chunk::<PREFIX>() {
-        let length = u32::from_be_bytes([a, b, c, d]) as usize;
-        assert!(flag == 0 && length <= MESSAGE_LIMIT, "a message of {length} bytes with flag {flag} passed");
-        // The body may end with an error before the message is complete.
-        let Some((message, rest)) = rest.split_at_checked(length) else { return };
-        passed = rest;
-        let apart = match charges.next_arrival() {
-            Some(Arrival::Charged(_, apart)) => apart,
-            Some(Arrival::Refused(_)) => None,
-            None => panic!("a message without an arrival"),
-        };
-        let decoded = if streaming {
-            ForwardStreamRequest::decode(message).ok().and_then(|message| message.request)
-        } else {
-            ForwardRequest::decode(message).ok()
-        };
-        if let Some(message) = decoded {
-            check(message, apart);
-        }
-    }
-}
 
 /// Decodes and validates a `ForwardRequest`.
 ///
@@ -97,14 +36,14 @@ fn take_messages(mut passed: &[u8], charges: &Charges, streaming: bool) {
 /// If an accepted request breaks a promise of [`Request`].
 pub fn request(data: &[u8]) {
     if let Ok(message) = ForwardRequest::decode(data) {
-        check(message, None);
+        check(message);
     }
 }
 
-fn check(message: ForwardRequest, apart: Option<ChunkedBytes>) {
+fn check(message: ForwardRequest) {
     let model = model();
     let envelope = Envelope { id: RequestId(1), client: ClientKey(1), deadline: None };
-    let request = match validate(&model, message, apart, envelope) {
+    let request = match validate(&model, message, envelope) {
         Ok(Some(request)) => request,
         Ok(None) => return,
         Err(failure) => {
@@ -143,18 +82,6 @@ fn words(bytes: &[u8]) -> impl Iterator<Item = i32> {
     bytes.as_chunks::<4>().0.iter().map(|word| i32::from_le_bytes(*word))
 }
 
-/// Meters the frames of a connection, once in one piece and once in pieces whose size the first byte gives.
-///
-/// # Panics
-/// If both ways find different numbers of message bytes.
-pub fn frames(data: &[u8]) {
-    let Some((&size, data)) = data.split_first() else { return };
-    let whole = frame_bytes(std::iter::once(data));
-    let cut = frame_bytes(data.chunks(usize::from(size) + 1));
-    assert_eq!(whole, cut, "message bytes depend on how the connection is cut");
-    assert!(whole <= data.len(), "more message bytes than bytes");
-}
-
 /// Parses a text as a `grpc-timeout`, an address and a token file.
 ///
 /// # Panics
@@ -174,12 +101,6 @@ pub fn texts(data: &[u8]) {
         assert_eq!(again.ok(), Some(address), "{text:?} changes when it is printed");
     }
     let _ = tokens::parse(text);
-}
-
-/// Message bytes that a meter finds in the pieces of a connection.
-fn frame_bytes<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> usize {
-    let mut meter = FrameMeter::new();
-    pieces.map(|piece| meter.read(piece).data_bytes).sum()
 }
 
 /// The model of the targets.

@@ -122,11 +122,10 @@ metrics_table! {
     CONNECTIONS = "expertd_connections", Kind::Gauge, Count, [];
     /// Client connections accepted.
     CONNECTIONS_ACCEPTED_TOTAL = "expertd_connections_accepted_total", Kind::Counter, Count, [];
-    /// Connections that the service refused or closed, by reason: limit, address_limit, client_limit and
-    /// unauthenticated_limit (too many connections), evicted (made way for another one), tls (failed or slow handshake),
-    /// silent (the peer never spoke HTTP/2), unauthenticated (no credentials in time), stalled_write (the peer does not
-    /// read), stalled_request and stalled_answer (a message moves too slowly), unread (too many bytes in the transport),
-    /// flood (too many control frames, tiny DATA frames or bytes of headers), idle, age.
+    /// Connections that the service refused or closed, by reason: limit, address_limit (of one address or user) and client_limit (too
+    /// many connections), tls (failed or slow handshake), silent (no call in time), unauthenticated (no credentials in time),
+    /// stalled_answer (the peer does not read), idle, age. The reasons unauthenticated_limit, evicted, stalled_request, stalled_write,
+    /// unread and flood stay at 0.
     CONNECTIONS_ENDED_TOTAL = "expertd_connections_ended_total", Kind::Counter, Count, ["reason"];
     /// Sessions: clients on the same host that share memory with the service, each until it has closed its socket.
     SESSIONS = "expertd_sessions", Kind::Gauge, Count, [];

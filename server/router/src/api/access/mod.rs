@@ -23,7 +23,7 @@ use self::files::Watched;
 pub(in crate::api) use self::tls::peer_name;
 pub(crate) use self::tls::{Protocol, ServerTls};
 use self::tokens::Tokens;
-use crate::api::service::failure::Failure;
+use crate::api::failure::Failure;
 use crate::progress;
 use crate::telemetry::names;
 

@@ -8,10 +8,10 @@ use http::HeaderMap;
 use metrics::Counter;
 use tokio_util::sync::CancellationToken;
 
-use super::failure::Failure;
 use super::validate::Envelope;
 use crate::api::access::Pass;
-use crate::api::framing::charges::Charges;
+use crate::api::bytes::charges::Charges;
+use crate::api::failure::Failure;
 use crate::backend::{ClientKey, RequestId};
 use crate::telemetry::{RequestTrace, TraceParent};
 

@@ -2,7 +2,7 @@
 
 use expertd_proto::v1;
 
-use super::failure::Failure;
+use crate::api::failure::Failure;
 use crate::backend::{
     Answer, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState, ServiceStatus,
 };

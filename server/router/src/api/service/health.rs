@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use super::failure::public_text;
+use crate::api::failure::public_text;
 use crate::backend::{Backend, ServiceState};
 use crate::progress;
 use crate::telemetry::{Probe, names};

@@ -4,7 +4,6 @@ pub(super) mod admin;
 pub(super) mod call;
 pub(super) mod convert;
 pub(super) mod description;
-pub(super) mod failure;
 pub(super) mod health;
 pub(super) mod moe;
 mod stream;

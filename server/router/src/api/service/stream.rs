@@ -21,14 +21,11 @@ use tonic::{Code, Status, Streaming};
 
 use super::call::Call;
 use super::convert;
-use super::failure::{Failure, code_name, request_status};
 use super::moe::{Taken, take_in};
-use crate::api::framing::answer::take_large;
-use crate::api::framing::budget::Ticket;
-use crate::api::framing::charges::{Arrival, Leaving};
+use crate::api::bytes::charges::Ticket;
+use crate::api::failure::{Failure, code_name, request_status};
 use crate::backend::{Backend, Pending};
 use crate::telemetry::{RequestMetrics, RequestTrace};
-use expertd_types::ChunkedBytes;
 
 /// The answering side of a `ForwardStream`.
 pub(in crate::api) struct Exchange {
@@ -51,7 +48,6 @@ pub(in crate::api) struct Exchange {
 struct Answered {
     id: u64,
     result: Result<ForwardResponse, Status>,
-    /// `None` if the message was refused before it was received.
     ticket: Option<Ticket>,
     started: Instant,
     trace: Option<Arc<RequestTrace>>,
@@ -85,14 +81,10 @@ impl Exchange {
         let started = Instant::now();
         let id = message.id;
         let trace = self.call.parent.as_ref().and_then(|parent| parent.begin("ForwardStream", started));
-        let (ticket, result) = match self.call.charges.next_arrival() {
-            Some(Arrival::Refused(status)) => (None, Err(status)),
-            Some(Arrival::Charged(ticket, apart)) => {
-                let result =
-                    self.submit(message, apart, &ticket, started, trace.clone()).map_err(Status::from);
-                (Some(ticket), result)
-            }
-            None => (None, Err(Status::internal("the message was not charged"))),
+        let ticket = self.call.charges.next_arrival();
+        let result = match &ticket {
+            Some(ticket) => self.submit(message, ticket, started, trace.clone()).map_err(Status::from),
+            None => Err(Status::internal("the message was not charged")),
         };
         match result {
             Ok(None) => None,
@@ -104,7 +96,6 @@ impl Exchange {
     fn submit(
         &mut self,
         message: ForwardStreamRequest,
-        apart: Option<ChunkedBytes>,
         ticket: &Ticket,
         started: Instant,
         trace: Option<Arc<RequestTrace>>,
@@ -121,7 +112,7 @@ impl Exchange {
         let deadline = own.into_iter().chain(self.call.deadline).min();
         let envelope = self.call.envelope(deadline);
         let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
-        let taken = take_in(backend, metrics, request, apart, envelope, ticket.clone(), trace.as_deref())?;
+        let taken = take_in(backend, metrics, request, envelope, Arc::clone(ticket), trace.as_deref())?;
         self.call.count_tokens(tokens);
         match taken {
             Taken::Answered(response) => Ok(Some(*response)),
@@ -132,7 +123,7 @@ impl Exchange {
                     pending,
                     // The stream itself checks its own deadline, for all its requests.
                     deadline: own.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
-                    ticket: Some(ticket.clone()),
+                    ticket: Some(Arc::clone(ticket)),
                     started,
                     trace,
                 });
@@ -147,15 +138,11 @@ impl Exchange {
         if let Some(trace) = answered.trace {
             trace.end(code);
         }
-        let mut rows = None;
         let outcome = match answered.result {
-            Ok(mut response) => {
-                rows = take_large(&mut response.rows);
-                Outcome::Response(response)
-            }
+            Ok(response) => Outcome::Response(response),
             Err(status) => Outcome::Status(request_status(&status)),
         };
-        self.call.charges.leave(Leaving { ticket: answered.ticket, rows, message: None });
+        answered.ticket.into_iter().for_each(|ticket| self.call.charges.leave(ticket));
         Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
     }
 

@@ -9,8 +9,8 @@ use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest, SharedExperts};
 use expertd_session::wire::RequestRecord;
 
-use super::failure::{Failure, Violation};
 use super::unowned::{self, UNOWNED};
+use crate::api::failure::{Failure, Violation};
 use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 
@@ -75,10 +75,8 @@ impl Asked {
         }
     }
 
-    fn of_message(message: ForwardRequest, apart: Option<ChunkedBytes>) -> Asked {
-        let rows = message
-            .payload
-            .map(|Payload::Inline(rows)| apart.filter(|_| rows.is_empty()).unwrap_or_else(|| rows.into()));
+    fn of_message(message: ForwardRequest) -> Asked {
+        let rows = message.payload.map(|Payload::Inline(rows)| rows.into());
         Asked {
             layer: LayerId(message.layer),
             tokens: message.tokens as usize,
@@ -103,16 +101,14 @@ impl Asked {
     }
 }
 
-/// Checks a message against the model. Rows that are `apart` replace empty inline rows. `None` for zero tokens: the answer is
-/// empty and needs no step.
+/// Checks a message against the model. `None` for zero tokens: the answer is empty and needs no step.
 pub(in crate::api) fn validate(
     model: &ModelInfo,
     message: ForwardRequest,
-    apart: Option<ChunkedBytes>,
     envelope: Envelope,
 ) -> Result<Option<Request>, Failure> {
     check_model(model, &message.model)?;
-    check_any(model, Asked::of_message(message, apart), envelope)
+    check_any(model, Asked::of_message(message), envelope)
 }
 
 /// Checks a call of at least one row against the model.

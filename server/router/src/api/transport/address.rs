@@ -6,11 +6,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use expertd_ipc::passing::deny_passed_descriptors;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
-use super::table::Origin;
+use super::places::Origin;
 use super::unix::UnixSocket;
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
@@ -136,7 +137,7 @@ impl Listener {
         let failed = |source| BindError::System { address: address.clone(), source };
         match address {
             Address::Tcp(socket) => TcpListener::bind(socket).await.map(Listener::Tcp).map_err(failed),
-            Address::Unix(path) => UnixSocket::bind(path, mode).await.map(Listener::Unix),
+            Address::Unix(path) => UnixSocket::bind(path, mode).map(Listener::Unix),
         }
     }
 
@@ -148,8 +149,16 @@ impl Listener {
         }
     }
 
-    /// Accepts the next connection and determines its origin. Call it at least once a second, so that a Unix-domain socket whose file
-    /// was removed is bound again.
+    /// Makes the kernel refuse descriptors that peers pass over a Unix-domain socket, which nothing here receives.
+    pub(in crate::api) fn deny_passed_descriptors(&self) {
+        if let Listener::Unix(socket) = self
+            && let Err(error) = deny_passed_descriptors(socket.listener())
+        {
+            tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
+        }
+    }
+
+    /// Accepts the next connection and determines its origin.
     pub(crate) async fn accept(&mut self) -> io::Result<(PlainSocket, Origin)> {
         match self {
             Listener::Tcp(listener) => {

@@ -1,7 +1,8 @@
 //! Accepts connections, drives them, and ends those that exceed their limits.
 
-use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use expertd_proto::transport::{
@@ -9,47 +10,47 @@ use expertd_proto::transport::{
 };
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
 use metrics::{counter, gauge};
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::address::{Listener, PlainSocket, Socket};
-use super::front::{Front, Services};
-use super::table::{ConnectionTable, Origin};
-use super::tarpit::Tarpit;
-use super::watched::Watched;
+use super::layers::{Admit, Authenticate, Client, Services};
+use super::places::{Origin, Place, Places};
 use crate::api::access::{Peer, Protocol, peer_name};
-use crate::api::framing::connection::{Connection, ConnectionTimeouts, Verdict};
+use crate::api::bytes::activity::{Activity, ConnectionTimeouts, Verdict};
 use crate::progress;
 use crate::telemetry::{Rarely, names};
 
-/// Interval at which all connections are checked.
-const ROUND: Duration = Duration::from_millis(250);
 /// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Largest size of the headers of one call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;
-/// If the transport holds too many unread bytes, one of this many connections with unread messages is ended per round.
-const UNREAD_PART: usize = 8;
+/// Calls of one connection that the peer reset before the service took them. With more, the connection ends.
+const MAX_RESETS_BEFORE_ACCEPT: usize = 20;
+/// Calls of one connection that ended by an error of the peer. With more, the connection ends.
+const MAX_RESETS_BY_ERROR: usize = 256;
 
-/// Reasons why the service refuses or ends connections.
+/// Reasons why the service refuses or ends connections. The last six stay at 0: no
+/// connection ends for them any more.
 const ENDS: [&str; 15] = [
     "limit",
     "address_limit",
-    "unauthenticated_limit",
     "client_limit",
-    "evicted",
     "tls",
     "silent",
     "unauthenticated",
-    "stalled_write",
-    "stalled_request",
     "stalled_answer",
-    "unread",
-    "flood",
     "idle",
     "age",
+    "unauthenticated_limit",
+    "evicted",
+    "stalled_request",
+    "stalled_write",
+    "unread",
+    "flood",
 ];
 
 /// Counts a connection that the service refused or ended.
@@ -60,8 +61,7 @@ pub(super) fn count_end(reason: &'static str) {
 /// The connections of one kind of listener.
 pub(in crate::api) struct Connections {
     services: Arc<Services>,
-    table: Arc<ConnectionTable>,
-    tarpit: Arc<Tarpit>,
+    places: Arc<Places>,
     timeouts: ConnectionTimeouts,
     max_streams: u32,
     tasks: TaskTracker,
@@ -74,7 +74,7 @@ pub(in crate::api) struct Connections {
 impl Connections {
     pub(in crate::api) fn new(
         services: Services,
-        table: Arc<ConnectionTable>,
+        places: Arc<Places>,
         timeouts: ConnectionTimeouts,
         max_streams: u32,
         closing: CancellationToken,
@@ -84,22 +84,15 @@ impl Connections {
         for reason in ENDS {
             counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
         }
-        let tarpit = Arc::new(Tarpit::new(table.tarpit()));
-        Arc::new(Connections {
-            services: Arc::new(services),
-            table,
-            tarpit,
-            timeouts,
-            max_streams: max_streams.max(1),
-            tasks: TaskTracker::new(),
-            closing,
-            end,
-        })
+        let (services, max_streams) = (Arc::new(services), max_streams.max(1));
+        let tasks = TaskTracker::new();
+        Arc::new(Connections { services, places, timeouts, max_streams, tasks, closing, end })
     }
 
     /// Accepts connections until the service closes. A connection above a limit is closed.
     pub(in crate::api) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
+        let closer = Closer::start();
         let heartbeat = progress::need("the task that accepts connections");
         let mut ticks = tokio::time::interval(progress::TICK);
         loop {
@@ -118,14 +111,15 @@ impl Connections {
                     }
                 },
             };
-            match self.table.open(origin, &self.end) {
-                Ok(connection) => {
+            let apart = closer.keep(&socket);
+            match self.places.take(origin) {
+                Ok(place) => {
                     counter!(names::CONNECTIONS_ACCEPTED_TOTAL).increment(1);
-                    self.tasks.spawn(Arc::clone(&self).drive(socket, origin, connection));
+                    self.tasks.spawn(Arc::clone(&self).drive(socket, origin, place, apart));
                 }
                 Err(reason) => {
+                    drop((socket, apart));
                     count_end(reason);
-                    self.tarpit.refuse(socket, origin);
                     if let Some(times) = refused.now() {
                         tracing::warn!(reason, times, "refused connections");
                     }
@@ -134,23 +128,27 @@ impl Connections {
         }
     }
 
-    async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, connection: Arc<Connection>) {
+    /// Serves a connection. Its place and the handle for its end are dropped last, also if a call panics.
+    async fn drive(
+        self: Arc<Self>,
+        socket: PlainSocket,
+        origin: Origin,
+        place: Place,
+        _apart: Option<Apart>,
+    ) {
+        let _open = self.services.public.is_some().then(Open::new);
         let secured = tokio::select! {
-            () = connection.end.cancelled() => None,
-            secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin)) => {
-                secured.ok().and_then(Result::ok)
-            }
+            () = self.end.cancelled() => return,
+            secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin)) => secured,
         };
         match secured {
-            Some((socket, peer)) => self.serve(socket, peer, &connection).await,
-            None => count_end("tls"),
+            Ok(Ok((socket, peer))) => self.serve(socket, peer, origin, &place).await,
+            _ => count_end("tls"),
         }
-        connection.forget_unread(&self.services.budget);
-        self.table.close(&connection);
     }
 
     /// Performs the TLS handshake if TLS is configured, and identifies the peer.
-    async fn secure(&self, socket: PlainSocket, origin: Origin) -> io::Result<(Socket, Peer)> {
+    async fn secure(&self, socket: PlainSocket, origin: Origin) -> std::io::Result<(Socket, Peer)> {
         let access = &self.services.access;
         match (socket, origin, access.tls()) {
             (Either::Left(stream), _, Some(tls)) => {
@@ -165,70 +163,48 @@ impl Connections {
         }
     }
 
-    async fn serve(&self, socket: Socket, peer: Peer, connection: &Arc<Connection>) {
-        let (budget, tarpit) = (Arc::clone(&self.services.budget), Arc::clone(&self.tarpit));
-        let io = TokioIo::new(Watched::new(socket, Arc::clone(connection), budget, tarpit));
-        let front =
-            Front::new(Arc::clone(&self.services), Arc::clone(connection), Arc::clone(&self.table), peer);
-        let mut driving = std::pin::pin!(builder(self.max_streams).serve_connection(io, front));
+    async fn serve(&self, socket: Socket, peer: Peer, origin: Origin, place: &Place) {
+        let activity = Activity::new();
+        let client = Arc::new(Client::new(&self.services, peer, &activity, &self.places, place));
+        let (key, close) = (client.key, client.close.clone());
+        let services = Arc::clone(&self.services);
+        let admit = Admit::new(services.routes.clone(), services, Arc::clone(&activity), self.timeouts);
+        let service = Authenticate::new(admit, client);
+        let io = TokioIo::new(socket);
+        let serving = builder(self.max_streams).serve_connection(io, TowerToHyperService::new(service));
+        let mut driving = std::pin::pin!(serving);
+        let must_authenticate = self.services.must_authenticate(origin);
+        // Spread over an eighth of the age, so that connections opened together do not reconnect together.
+        let max_age = self.timeouts.max_age + self.timeouts.max_age / 64 * (key.0 % 8) as u32;
+        let mut rounds = tokio::time::interval(self.timeouts.round());
         let mut closing = false;
         loop {
-            let close = async {
-                tokio::select! {
-                    () = self.closing.cancelled() => {}
-                    () = connection.close.cancelled() => {}
-                }
-            };
             tokio::select! {
                 result = &mut driving => {
                     if let Err(error) = result {
-                        tracing::debug!(connection = connection.key.0, %error, "a connection ended with an error");
+                        tracing::debug!(connection = key.0, %error, "a connection ended with an error");
                     }
                     return;
                 }
-                () = connection.end.cancelled() => return,
-                () = close, if !closing => {
+                () = self.end.cancelled() => return,
+                () = self.closing.cancelled(), if !closing => close.cancel(),
+                () = close.cancelled(), if !closing => {
                     closing = true;
-                    connection.close.cancel();
                     driving.as_mut().graceful_shutdown();
                 }
-            }
-        }
-    }
-
-    /// Checks all connections in rounds until the service ends. Sets the gauges if these are the public connections.
-    pub(in crate::api) async fn watch(self: Arc<Self>, public: bool) {
-        let budget = Arc::clone(&self.services.budget);
-        let heartbeat = progress::need("the task that checks connections");
-        let mut rounds = tokio::time::interval(ROUND);
-        rounds.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                () = self.end.cancelled() => return heartbeat.finish(),
-                _ = rounds.tick() => heartbeat.tick(),
-            }
-            self.tarpit.release();
-            let open = self.table.all();
-            if public {
-                gauge!(names::CONNECTIONS).set(open.len() as f64);
-                gauge!(names::BYTES_IN_FLIGHT).set(budget.held() as f64);
-                gauge!(names::BYTES_IN_FLIGHT_LIMIT).set(budget.total() as f64);
-            }
-            let short = budget.is_short();
-            for (origin, connection) in &open {
-                let must_authenticate = self.table.must_authenticate(*origin);
-                match connection.verdict(&self.timeouts, short, must_authenticate) {
+                _ = rounds.tick() => match activity.verdict(&self.timeouts, must_authenticate, max_age) {
                     Verdict::Keep => {}
-                    Verdict::Close(reason) if !connection.close.is_cancelled() => {
+                    Verdict::Close(_) if closing => {}
+                    Verdict::Close(reason) => {
                         count_end(reason);
-                        connection.close.cancel();
+                        close.cancel();
                     }
-                    Verdict::Close(_) => {}
-                    Verdict::End(reason) => end(connection, reason),
-                }
-            }
-            if budget.too_much_unread() {
-                end_unread(&open);
+                    Verdict::End(reason) => {
+                        count_end(reason);
+                        tracing::debug!(connection = key.0, reason, "ending a connection");
+                        return;
+                    }
+                },
             }
         }
     }
@@ -241,22 +217,6 @@ impl Connections {
     }
 }
 
-pub(super) fn end(connection: &Connection, reason: &'static str) {
-    if !connection.end.is_cancelled() {
-        count_end(reason);
-        tracing::debug!(connection = connection.key.0, reason, "ending a connection");
-        connection.end.cancel();
-    }
-}
-
-/// Ends the connections with the most unread bytes in the transport.
-fn end_unread(open: &[(Origin, Arc<Connection>)]) {
-    let mut unread: Vec<_> =
-        open.iter().map(|(_, connection)| connection).filter(|connection| connection.unread() > 0).collect();
-    unread.sort_unstable_by_key(|connection| std::cmp::Reverse(connection.unread()));
-    unread.iter().take(unread.len().div_ceil(UNREAD_PART)).for_each(|connection| end(connection, "unread"));
-}
-
 fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder
@@ -267,7 +227,61 @@ fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
         .max_frame_size(MAX_FRAME_BYTES)
         .max_concurrent_streams(max_streams)
         .max_header_list_size(MAX_HEADER_BYTES)
+        .max_pending_accept_reset_streams(MAX_RESETS_BEFORE_ACCEPT)
+        .max_local_error_reset_streams(MAX_RESETS_BY_ERROR)
         .keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
     builder
+}
+
+/// Counts an open connection in the gauge.
+struct Open;
+
+impl Open {
+    fn new() -> Open {
+        gauge!(names::CONNECTIONS).increment(1);
+        Open
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        gauge!(names::CONNECTIONS).decrement(1);
+    }
+}
+
+/// A thread that closes Unix-domain sockets. Where the kernel lets peers pass descriptors (before Linux 6.16), closing a socket closes
+/// them too, which can take as long as a peer likes.
+struct Closer(mpsc::Sender<OwnedFd>);
+
+impl Closer {
+    fn start() -> Closer {
+        let (sender, sockets) = mpsc::channel::<OwnedFd>();
+        let closing = std::thread::Builder::new().name("closer".to_owned());
+        if let Err(error) = closing.spawn(move || sockets.into_iter().for_each(drop)) {
+            tracing::warn!(%error, "cannot start the thread that closes sockets; others close them");
+        }
+        Closer(sender)
+    }
+
+    /// Keeps a Unix-domain socket open until the handle is dropped; the thread then closes it.
+    fn keep(&self, socket: &PlainSocket) -> Option<Apart> {
+        let Either::Right(stream) = socket else { return None };
+        let descriptor = stream.as_fd().try_clone_to_owned().ok()?;
+        Some(Apart { closer: self.0.clone(), descriptor: Some(descriptor) })
+    }
+}
+
+/// A further descriptor of a socket, which the closer's thread closes.
+struct Apart {
+    closer: mpsc::Sender<OwnedFd>,
+    descriptor: Option<OwnedFd>,
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        if let Some(descriptor) = self.descriptor.take() {
+            let _ = self.closer.send(descriptor);
+        }
+    }
 }

@@ -1,12 +1,8 @@
-//! Listeners, connections, and the layer in front of every call.
+//! Listeners, connections, and the layers in front of every call.
 
 pub(super) mod address;
 mod connections;
-pub(super) mod frames;
-pub(in crate::api) mod front;
-pub(super) mod limits;
+pub(super) mod layers;
+pub(super) mod places;
 pub(super) mod server;
-pub(super) mod table;
-mod tarpit;
 mod unix;
-mod watched;

@@ -5,20 +5,24 @@ use std::time::Duration;
 
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::admin_server::AdminServer;
+use expertd_proto::v1::moe_server::MoeServer;
+use metrics::gauge;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use super::address::{Address, BindError, Listener};
 use super::connections::Connections;
-use super::front::Services;
-use super::limits::ConnectionLimits;
-use super::table::ConnectionTable;
+use super::layers::{Public, Services};
+use super::places::{ConnectionLimits, Places};
 use crate::api::access::Access;
-use crate::api::framing::budget::Budget;
-use crate::api::framing::connection::ConnectionTimeouts;
+use crate::api::bytes::activity::ConnectionTimeouts;
+use crate::api::bytes::budget::Budget;
 use crate::api::service::admin::AdminService;
+use crate::api::service::description::ModelDescription;
 use crate::api::service::health;
+use crate::api::service::moe::MoeService;
 use crate::backend::Backend;
+use crate::telemetry::{RequestMetrics, names};
 
 /// Largest number of connections to the admin listener.
 const ADMIN_CONNECTIONS: usize = 32;
@@ -26,6 +30,8 @@ const ADMIN_CONNECTIONS: usize = 32;
 const ADMIN_STREAMS: u32 = 32;
 /// Largest number of request bytes that calls to Admin may hold: a few placements of the largest size.
 const ADMIN_BYTES: usize = 4 * CONTROL_MESSAGE_BYTES;
+/// Interval at which the gauges of bytes in flight are set.
+const GAUGE_ROUND: Duration = Duration::from_millis(250);
 /// Longest idle time of an admin connection: a drain answers only at its end.
 const MAX_DRAIN: Duration = Duration::from_secs(24 * 3600);
 /// Mode of a public Unix-domain socket: the service's user and group may connect.
@@ -169,27 +175,39 @@ impl Server {
         let shared =
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
         let access = self.access;
-        let services = Services::public(
-            shared.clone(),
-            Arc::clone(&self.backend),
-            budget,
-            Arc::clone(&access),
-            shutdown.clone(),
-        );
+        let metrics = Arc::new(RequestMetrics::new("Forward"));
+        let moe = MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics)))
+            .max_decoding_message_size(limits.max_message_bytes)
+            .max_encoding_message_size(usize::MAX);
+        let services = Services {
+            routes: shared.clone().add_service(moe).prepare(),
+            access: Arc::clone(&access),
+            budget: Arc::clone(&budget),
+            public: Some(Public {
+                backend: Arc::clone(&self.backend),
+                metrics,
+                description: ModelDescription::default(),
+                closing: shutdown.clone(),
+            }),
+        };
         let public = Connections::new(
             services,
-            Arc::new(ConnectionTable::new(self.connections, access.required())),
+            Places::new(self.connections),
             self.timeouts,
             limits.max_streams_per_connection,
             shutdown.clone(),
             end.clone(),
         );
         let admin = AdminService { backend: self.backend, memory_limit_bytes: self.memory_limit_bytes };
-        let admin_routes = shared.add_service(AdminServer::new(admin)).prepare();
-        let admin_budget = Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES);
+        let services = Services {
+            routes: shared.add_service(AdminServer::new(admin)).prepare(),
+            access: Arc::clone(&access),
+            budget: Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES),
+            public: None,
+        };
         let admin = Connections::new(
-            Services::control(admin_routes, admin_budget, Arc::clone(&access)),
-            Arc::new(ConnectionTable::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS), true)),
+            services,
+            Places::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS)),
             // The drain has a time limit of its own.
             ConnectionTimeouts { idle: MAX_DRAIN, ..self.timeouts },
             ADMIN_STREAMS,
@@ -198,8 +216,7 @@ impl Server {
         );
 
         let reloading = tokio::spawn(access.watch());
-        tokio::spawn(Arc::clone(&public).watch(true));
-        tokio::spawn(Arc::clone(&admin).watch(false));
+        let measuring = tokio::spawn(measure(budget));
         for (_, listener) in self.public {
             tokio::spawn(Arc::clone(&public).accept(listener));
         }
@@ -216,7 +233,18 @@ impl Server {
             tokio::join!(public.closed(), admin.closed());
         }
         reloading.abort();
+        measuring.abort();
         Ok(())
+    }
+}
+
+/// Keeps the gauges of bytes in flight up to date.
+async fn measure(budget: Arc<Budget>) {
+    let mut rounds = tokio::time::interval(GAUGE_ROUND);
+    loop {
+        rounds.tick().await;
+        gauge!(names::BYTES_IN_FLIGHT).set(budget.held() as f64);
+        gauge!(names::BYTES_IN_FLIGHT_LIMIT).set(budget.total() as f64);
     }
 }
 
@@ -229,6 +257,7 @@ async fn bind(
     let failed = |source| ServerError::Bind { setting, source };
     let listener = Listener::bind(address, mode).await.map_err(failed)?;
     let system = |source| BindError::System { address: address.clone(), source };
+    listener.deny_passed_descriptors();
     let bound = listener.address().map_err(system).map_err(failed)?;
     Ok((bound, listener))
 }
