@@ -114,7 +114,6 @@ async fn plaintext_and_an_open_admin_stay_off_the_network() {
             connections: ConnectionLimits::for_tcp(8),
             shutdown_grace: Duration::ZERO,
             timeouts: ConnectionTimeouts::default(),
-            memory_limit_bytes: 0,
         };
         let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
         Server::bind(&config, access, fake()).await.err()

@@ -196,7 +196,6 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
         connections: plan.connections.with_tcp(connections),
         shutdown_grace: SHUTDOWN_GRACE,
         timeouts: ConnectionTimeouts::default(),
-        memory_limit_bytes: 0,
     })
 }
 
