@@ -76,15 +76,15 @@ pub struct Memory {
     pub pid: u32,
     /// The first words of its command line.
     pub command: String,
-    /// The first sample of the last minute, or of the last three quarters of a load that is shorter than 80 s.
+    /// Mean of the minute before the last one, or of the second third of a load that is shorter than three minutes.
     pub early: MemorySample,
-    /// The last sample.
+    /// Mean of the last minute or third.
     pub last: MemorySample,
     /// Largest sampled RssAnon + RssShmem, in bytes.
     pub peak_bytes: u64,
 }
 
-/// Memory of a process at one time.
+/// Memory of a process at one time, or from that time on.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MemorySample {
     /// Time from the start of the load, in seconds.
@@ -104,9 +104,21 @@ impl Memory {
 
     /// `None` without samples.
     fn new(pid: u32, command: String, samples: &[MemorySample]) -> Option<Memory> {
-        let last = *samples.last()?;
-        let early = (last.seconds / 4.0).max(last.seconds - 60.0);
-        let early = *samples.iter().find(|sample| sample.seconds >= early)?;
+        let end = samples.last()?.seconds;
+        let window = (end / 3.0).min(60.0);
+        let mean = |from: f64| {
+            let within = |sample: &&MemorySample| (from..=from + window).contains(&sample.seconds);
+            let samples: Vec<_> = samples.iter().filter(within).collect();
+            let mean = |bytes: fn(&MemorySample) -> u64| {
+                let sum: u64 = samples.iter().map(|sample| bytes(sample)).sum();
+                sum.checked_div(samples.len() as u64)
+            };
+            let (bytes, shared_bytes) = (mean(|sample| sample.bytes)?, mean(|sample| sample.shared_bytes)?);
+            Some(MemorySample { seconds: from, bytes, shared_bytes })
+        };
+        let last = mean(end - window)?;
+        // A process that started late has no earlier samples.
+        let early = mean(end - 2.0 * window).unwrap_or(last);
         let peak_bytes = samples.iter().map(|sample| sample.bytes).max()?;
         Some(Memory { pid, command, early, last, peak_bytes })
     }
@@ -189,8 +201,8 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_that_of_the_last_minute_or_of_three_quarters() {
-        let growth = |length: u32| {
+    fn growth_is_that_from_minute_to_minute_or_from_third_to_third() {
+        let means = |length: u32| {
             let sample = |second: u32| MemorySample {
                 seconds: f64::from(second),
                 bytes: 100 + u64::from(second),
@@ -199,10 +211,10 @@ mod tests {
             let samples: Vec<_> = (0..=length).map(sample).collect();
             let memory = Memory::new(1, String::new(), &samples).unwrap();
             assert_eq!(memory.peak_bytes, 100 + u64::from(length));
-            (memory.early.seconds, memory.last.seconds)
+            ((memory.early.seconds, memory.early.bytes), (memory.last.seconds, memory.last.bytes))
         };
-        assert_eq!(growth(300), (240.0, 300.0));
-        assert_eq!(growth(60), (15.0, 60.0));
+        assert_eq!(means(300), ((180.0, 310), (240.0, 370)));
+        assert_eq!(means(60), ((20.0, 130), (40.0, 150)));
         assert!(Memory::new(1, String::new(), &[]).is_none());
     }
 

@@ -102,7 +102,7 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     for memory in &report.memory {
         writeln!(
             out,
-            "memory       {:.1} MiB ({:.1} shared) at {:.0} s, {:.1} ({:.1}) at {:.0} s, {:+.2} %, peak {:.1}: {} {}",
+            "memory       {:.1} MiB ({:.1} shared) on average from {:.0} s, {:.1} ({:.1}) from {:.0} s, {:+.2} %, peak {:.1}: {} {}",
             mib(memory.early.bytes),
             mib(memory.early.shared_bytes),
             memory.early.seconds,
