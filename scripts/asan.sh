@@ -10,4 +10,4 @@ cd "$(dirname "$0")/.."
 target=$(rustc -vV | sed -n 's/^host: //p')
 RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Cforce-frame-pointers=yes" \
     cargo test --locked --target "$target" --target-dir target/asan \
-    -p expertd-compute -p expertd-ipc -p expertd-memory -p expertd-model -p expertd-rank -p expertd-rank-cpu -p expertd-shm "$@"
+    -p expertd-compute -p expertd-ipc -p expertd-model -p expertd-rank -p expertd-rank-cpu -p expertd-shm "$@"

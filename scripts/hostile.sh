@@ -11,7 +11,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 ulimit -n "$(ulimit -Hn)"
-echo '| attack | attackers | connections made | calls/s alone | beside the control | beside the attack | attack / control | p99 alone, ms | control | attack | router, cores busy alone | beside the attack | beside the control + control | MiB before | MiB at most | MiB later |'
-echo '|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|'
+echo '| attack | attackers | connections made | calls/s alone | beside the control | beside the attack | attack / control | p99 alone, ms | control | attack | router, cores busy alone | beside the attack | beside the control + control | MiB before | MiB at most |'
+echo '|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|'
 HOSTILE_ATTACKERS=${1:-1024} HOSTILE_SECONDS=${2:-5} HOSTILE_ROUNDS=${3:-2} \
     cargo test --release --quiet --test hostile attacks:: -- --test-threads 1 --nocapture | grep '^|'

@@ -2,9 +2,8 @@
 
 use std::process::ExitCode;
 
-/// Memory freed by one request serves the next without going back to the kernel.
 #[global_allocator]
-static ALLOCATOR: expertd_memory::Allocator = expertd_memory::Allocator;
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     expertd_cli::main()

@@ -18,7 +18,7 @@ use crate::distribution::TokenCounts;
 /// echo of the same payload is measured for comparison, so that the cost of the transport is known.
 ///
 /// The exit status is 0 if no answer was wrong, none was lost, every error was one that load explains
-/// (RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED), and memory stayed within --max-memory-growth; 1 otherwise; 2
+/// (RESOURCE_EXHAUSTED, UNAVAILABLE, DEADLINE_EXCEEDED), and memory stayed within its limits; 1 otherwise; 2
 /// for an invalid command line or if the service cannot be reached.
 #[derive(Parser, Clone, Debug)]
 #[command(name = "expertd-loadtest", version, args_override_self = true)]
@@ -186,10 +186,13 @@ pub struct Output {
     /// Process id; the memory (RssAnon + RssShmem) of this process and its children is sampled during the load
     #[arg(long, value_name = "PID")]
     pub watch_memory: Option<u32>,
-    /// Fail if the memory of a watched process grows by more than this share between 15 s (or a quarter of a shorter
-    /// load) and the end
+    /// Fail if the mean memory of a watched process grows by more than this share from the last minute but one to the last (in loads
+    /// shorter than three minutes: from the second third to the last)
     #[arg(long, value_name = "SHARE", requires = "watch_memory", value_parser = not_negative)]
     pub max_memory_growth: Option<f64>,
+    /// Fail if the watched process, without its children, has more memory at any time
+    #[arg(long, value_name = "BYTES", requires = "watch_memory")]
+    pub max_memory_bytes: Option<u64>,
     /// Write the report as JSON to this file (`-`: to standard output, instead of the table)
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

@@ -131,10 +131,8 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     });
     let checkers = check(args, &load, received, tolerance).await?;
     let (stop_watching, watched) = oneshot::channel();
-    let memory = args.output.watch_memory.map(|pid| {
-        let period = &load.period;
-        tokio::spawn(resources::watch(pid, period.start, period.stop - period.start, watched))
-    });
+    let memory =
+        args.output.watch_memory.map(|pid| tokio::spawn(resources::watch(pid, load.period.start, watched)));
     let bar = (!args.output.quiet).then(|| progress::show(Arc::clone(&load)));
     let measured = tokio::spawn({
         let measured = load.period.measured;
@@ -168,7 +166,7 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     checkers.join_all().await;
     let settings = Settings::new(args, &workload);
     let report = Report::new(settings, &period, &recorder.total(), tolerance, echo, cpu, memory);
-    Ok(report.with_growth_limit(args.output.max_memory_growth))
+    Ok(report.with_memory_limits(args.output.max_memory_growth, args.output.max_memory_bytes))
 }
 
 async fn connections(

@@ -216,9 +216,19 @@ pub struct Report {
 }
 
 impl Report {
-    /// Fails the run if a watched process grew by more than `share`.
+    /// Fails the run if a watched process grew by more than `share`, or if the first one had more than `bytes`.
     #[must_use]
-    pub fn with_growth_limit(mut self, share: Option<f64>) -> Report {
+    pub fn with_memory_limits(mut self, share: Option<f64>, bytes: Option<u64>) -> Report {
+        if let (Some(bytes), Some(memory)) = (bytes, self.memory.first())
+            && memory.peak_bytes > bytes
+        {
+            let peak = memory.peak_bytes;
+            self.notes.push(format!(
+                "process {} had {peak} bytes, more than {bytes}: {}",
+                memory.pid, memory.command
+            ));
+            self.ok = false;
+        }
         for memory in &self.memory {
             if let Some(share) = share
                 && memory.growth() > share

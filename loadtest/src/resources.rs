@@ -76,67 +76,74 @@ pub struct Memory {
     pub pid: u32,
     /// The first words of its command line.
     pub command: String,
-    /// RssAnon + RssShmem a quarter into the load (after at most 15 s), in bytes.
-    pub early_bytes: u64,
-    /// Time of `early_bytes`, in seconds from the start of the load.
-    pub early_seconds: f64,
-    /// RssAnon + RssShmem at the end, in bytes.
-    pub last_bytes: u64,
-    /// Time of `last_bytes`, in seconds from the start of the load.
-    pub last_seconds: f64,
-    /// The part of `early_bytes` that is RssShmem: windows, rings, staging.
-    pub early_shared_bytes: u64,
-    /// The part of `last_bytes` that is RssShmem.
-    pub last_shared_bytes: u64,
-    /// Largest sampled value, in bytes.
+    /// Mean of the minute before the last one, or of the second third of a load that is shorter than three minutes.
+    pub early: MemorySample,
+    /// Mean of the last minute or third.
+    pub last: MemorySample,
+    /// Largest sampled RssAnon + RssShmem, in bytes.
     pub peak_bytes: u64,
 }
 
+/// Memory of a process at one time, or from that time on.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct MemorySample {
+    /// Time from the start of the load, in seconds.
+    pub seconds: f64,
+    /// RssAnon + RssShmem, in bytes.
+    pub bytes: u64,
+    /// The part of `bytes` that is RssShmem: windows, rings, staging.
+    pub shared_bytes: u64,
+}
+
 impl Memory {
-    /// Growth from `early_bytes` to `last_bytes`, as a fraction.
+    /// Growth from `early` to `last`, as a fraction.
     #[must_use]
     pub fn growth(&self) -> f64 {
-        self.last_bytes as f64 / self.early_bytes.max(1) as f64 - 1.0
+        self.last.bytes as f64 / self.early.bytes.max(1) as f64 - 1.0
+    }
+
+    /// `None` without samples.
+    fn new(pid: u32, command: String, samples: &[MemorySample]) -> Option<Memory> {
+        let end = samples.last()?.seconds;
+        let window = (end / 3.0).min(60.0);
+        let mean = |from: f64| {
+            let within = |sample: &&MemorySample| (from..=from + window).contains(&sample.seconds);
+            let samples: Vec<_> = samples.iter().filter(within).collect();
+            let mean = |bytes: fn(&MemorySample) -> u64| {
+                let sum: u64 = samples.iter().map(|sample| bytes(sample)).sum();
+                sum.checked_div(samples.len() as u64)
+            };
+            let (bytes, shared_bytes) = (mean(|sample| sample.bytes)?, mean(|sample| sample.shared_bytes)?);
+            Some(MemorySample { seconds: from, bytes, shared_bytes })
+        };
+        let last = mean(end - window)?;
+        // A process that started late has no earlier samples.
+        let early = mean(end - 2.0 * window).unwrap_or(last);
+        let peak_bytes = samples.iter().map(|sample| sample.bytes).max()?;
+        Some(Memory { pid, command, early, last, peak_bytes })
     }
 }
 
-/// Samples a process and its descendants once a second until it is aborted or `stop` fires.
-pub async fn watch(
-    pid: u32,
-    start: Instant,
-    length: Duration,
-    mut stop: tokio::sync::oneshot::Receiver<()>,
-) -> Vec<Memory> {
-    let early = (length / 4).min(Duration::from_secs(15));
-    let mut seen: BTreeMap<u32, Memory> = BTreeMap::new();
+/// Samples a process and its descendants once a second until it is aborted or `stop` fires. The process itself comes first.
+pub async fn watch(pid: u32, start: Instant, mut stop: tokio::sync::oneshot::Receiver<()>) -> Vec<Memory> {
+    let mut seen: Vec<(u32, String, Vec<MemorySample>)> = Vec::new();
     let mut tick = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
             _ = tick.tick() => {}
-            _ = &mut stop => return seen.into_values().collect(),
+            _ = &mut stop => {
+                let seen = seen.into_iter();
+                return seen.filter_map(|(pid, command, samples)| Memory::new(pid, command, &samples)).collect();
+            }
         }
         let seconds = start.elapsed().as_secs_f64();
         for pid in family(pid) {
-            let Some((private, shared)) = resident_bytes(pid) else { continue };
-            let bytes = private + shared;
-            let memory = seen.entry(pid).or_insert_with(|| Memory {
-                pid,
-                command: command(pid),
-                early_bytes: bytes,
-                early_seconds: seconds,
-                last_bytes: bytes,
-                last_seconds: seconds,
-                early_shared_bytes: shared,
-                last_shared_bytes: shared,
-                peak_bytes: bytes,
-            });
-            if start.elapsed() <= early + Duration::from_millis(500) {
-                (memory.early_bytes, memory.early_seconds) = (bytes, seconds);
-                memory.early_shared_bytes = shared;
+            let Some((private, shared_bytes)) = resident_bytes(pid) else { continue };
+            let sample = MemorySample { seconds, bytes: private + shared_bytes, shared_bytes };
+            match seen.iter_mut().find(|(of, ..)| *of == pid) {
+                Some((.., samples)) => samples.push(sample),
+                None => seen.push((pid, command(pid), vec![sample])),
             }
-            (memory.last_bytes, memory.last_seconds) = (bytes, seconds);
-            memory.last_shared_bytes = shared;
-            memory.peak_bytes = memory.peak_bytes.max(bytes);
         }
     }
 }
@@ -181,6 +188,8 @@ fn command(pid: u32) -> String {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -189,6 +198,24 @@ mod tests {
         assert_eq!(own_seconds(stat), Some(3.0));
         assert_eq!(busy_and_total("cpu  10 0 10 70 10 0 0 0 5 5\ncpu0 1"), Some((20.0, 100.0)));
         assert_eq!(busy_and_total("nonsense"), None);
+    }
+
+    #[test]
+    fn growth_is_that_from_minute_to_minute_or_from_third_to_third() {
+        let means = |length: u32| {
+            let sample = |second: u32| MemorySample {
+                seconds: f64::from(second),
+                bytes: 100 + u64::from(second),
+                shared_bytes: 0,
+            };
+            let samples: Vec<_> = (0..=length).map(sample).collect();
+            let memory = Memory::new(1, String::new(), &samples).unwrap();
+            assert_eq!(memory.peak_bytes, 100 + u64::from(length));
+            ((memory.early.seconds, memory.early.bytes), (memory.last.seconds, memory.last.bytes))
+        };
+        assert_eq!(means(300), ((180.0, 310), (240.0, 370)));
+        assert_eq!(means(60), ((20.0, 130), (40.0, 150)));
+        assert!(Memory::new(1, String::new(), &[]).is_none());
     }
 
     #[test]

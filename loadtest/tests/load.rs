@@ -249,7 +249,10 @@ async fn growth_of_a_watched_process_fails_the_run() {
     });
     let timed = ["--requests", "1000000", "--duration", "3", "--check", "0", "--watch-memory", &pid];
     let report = load(&address, &[&timed[..], &["--max-memory-growth", "0.02"]].concat()).await;
+    let own = report.memory.first().unwrap();
+    assert!(own.pid.to_string() == pid && own.growth() > 0.02 && !report.ok, "{own:?}");
+    let timed = ["--requests", "10", "--check", "0", "--watch-memory", &pid];
+    let report = load(&address, &[&timed[..], &["--max-memory-bytes", "1000000"]].concat()).await;
     hog.abort();
-    let own = report.memory.iter().find(|memory| memory.pid.to_string() == pid).unwrap();
-    assert!(own.growth() > 0.02 && !report.ok, "{own:?}");
+    assert!(!report.ok && report.notes.iter().any(|note| note.contains("more than 1000000")), "{report:?}");
 }

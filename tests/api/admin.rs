@@ -114,7 +114,6 @@ async fn plaintext_and_an_open_admin_stay_off_the_network() {
             connections: ConnectionLimits::for_tcp(8),
             shutdown_grace: Duration::ZERO,
             timeouts: ConnectionTimeouts::default(),
-            memory_limit_bytes: 0,
         };
         let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
         Server::bind(&config, access, fake()).await.err()
@@ -165,13 +164,41 @@ async fn get(address: &str, path: &str) -> (String, String) {
 }
 
 #[tokio::test]
+async fn health_names_a_thread_without_progress() {
+    use std::time::Duration;
+    let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
+    let (any, timeout) = ("127.0.0.1:0".parse().unwrap(), Duration::from_secs(3));
+    let endpoint = MetricsEndpoint::bind(any, install_recorder(""), fake(), access, timeout).await.unwrap();
+    let address = endpoint.local_address().to_string();
+    tokio::spawn(endpoint.run());
+    let needed = expertd_router::progress::need("a thread of this test");
+    let (status, body) = get(&address, "/healthz").await;
+    assert!(status.contains("200") && body.contains("a thread of this test: 0.0 s"), "{status} {body}");
+    tokio::time::sleep(Duration::from_millis(3300)).await;
+    let (status, body) = get(&address, "/healthz").await;
+    let late = body.lines().find(|line| line.starts_with("a thread of this test:"));
+    assert!(status.contains("503") && late.is_some_and(|line| line.contains("too long")), "{status} {body}");
+    needed.tick();
+    let body = get(&address, "/healthz").await.1;
+    assert!(body.contains("a thread of this test: 0.0 s since its last progress\n"), "{body}");
+    needed.finish();
+}
+
+#[tokio::test]
 async fn the_scrape_endpoint_has_documented_names_and_probes() {
     let recorder = install_recorder("");
     let fake = fake();
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let endpoint =
-        MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), recorder, fake.clone(), access).await.unwrap();
-    let address = endpoint.local_address().unwrap().to_string();
+    let endpoint = MetricsEndpoint::bind(
+        "127.0.0.1:0".parse().unwrap(),
+        recorder,
+        fake.clone(),
+        access,
+        std::time::Duration::from_secs(5),
+    )
+    .await
+    .unwrap();
+    let address = endpoint.local_address().to_string();
     tokio::spawn(endpoint.run());
 
     let service = Service::start(&fake).await;

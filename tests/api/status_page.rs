@@ -14,8 +14,16 @@ async fn start() -> (Arc<Fake>, String) {
     let fake = Fake::new(8, limits(8, 32));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let any = "127.0.0.1:0".parse().unwrap();
-    let endpoint = MetricsEndpoint::bind(any, install_recorder(""), fake.clone(), access).await.unwrap();
-    let address = endpoint.local_address().unwrap().to_string();
+    let endpoint = MetricsEndpoint::bind(
+        any,
+        install_recorder(""),
+        fake.clone(),
+        access,
+        std::time::Duration::from_secs(5),
+    )
+    .await
+    .unwrap();
+    let address = endpoint.local_address().to_string();
     tokio::spawn(endpoint.run());
     (fake, address)
 }

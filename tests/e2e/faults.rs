@@ -139,6 +139,23 @@ async fn a_rank_stopped_for_a_moment_causes_no_fault() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_pause_of_the_router_ends_no_generation() {
+    let service = Service::start(FAMILY, RANKS, &["--step-timeout-ms", "2000"]);
+    let load = warm(&service).await;
+    let ranks = service.ranks();
+    let fault = Instant::now();
+    for _ in 0..2 {
+        service.signal(Signal::STOP);
+        tokio::time::sleep(Duration::from_millis(2500)).await;
+        service.signal(Signal::CONT);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    serving_again(&service, Instant::now()).await;
+    assert_unseen(&load.stop().await, fault);
+    assert_eq!(service.ranks(), ranks, "the ranks are those from before");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_router_killed() {
     let folder = tempfile::tempdir().unwrap();
     let socket = format!("unix:{}", folder.path().join("expertd.sock").display());

@@ -123,9 +123,15 @@ async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
 async fn metrics() -> String {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 64));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let endpoint = MetricsEndpoint::bind("127.0.0.1:0".parse().unwrap(), install_recorder(""), fake, access);
+    let endpoint = MetricsEndpoint::bind(
+        "127.0.0.1:0".parse().unwrap(),
+        install_recorder(""),
+        fake,
+        access,
+        std::time::Duration::from_secs(5),
+    );
     let endpoint = endpoint.await.unwrap();
-    let address = endpoint.local_address().unwrap().to_string();
+    let address = endpoint.local_address().to_string();
     tokio::spawn(endpoint.run());
     address
 }

@@ -10,19 +10,11 @@ mod access;
 mod attack;
 mod attacks;
 mod certificates;
-#[cfg(target_arch = "x86_64")]
-mod chaos;
 mod cores;
-#[cfg(target_arch = "x86_64")]
-mod faults;
 mod frames;
 mod limits;
 mod load;
-#[cfg(target_arch = "x86_64")]
 mod ptrace;
-#[cfg(target_arch = "x86_64")]
-mod readers;
 mod services;
 mod surroundings;
-#[cfg(target_arch = "x86_64")]
 mod unreaped;

@@ -1,13 +1,13 @@
 //! Ranks that end but cannot be reaped: another process traces them, so that they stay zombies that their parent cannot see.
 
-use std::process::Command;
-use std::time::Instant;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::load::{Load, PATIENCE};
+use crate::load::{Load, PATIENCE, is_ready};
 use crate::ptrace;
-use crate::service::{Service, eventually, send};
+use crate::service::{Service, eventually, loaders_of, send};
 
 /// Traces processes without stopping them. `false`: this process may not.
 fn hold(processes: &[u32]) -> bool {
@@ -48,6 +48,10 @@ fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end()
     }
     let killed = Instant::now();
     send(held[0], Signal::KILL);
+    eventually(Duration::from_secs(2), "the service is not ready while its ranks are not reaped", || {
+        !is_ready(&service.metrics)
+    });
+    assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(load.goes_on(), "the next generation serves");
     println!("calls were answered {:?} after the kill", killed.elapsed());
     assert!(held.iter().all(|&rank| is_zombie(rank)), "the first generation has ended and was not reaped");
@@ -69,4 +73,55 @@ fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end()
     println!("the service ended after {:?}: {status}", begun.elapsed());
     assert_eq!(status.code(), Some(0));
     next.iter().for_each(|&rank| ptrace::reap(rank as i32));
+}
+
+#[test]
+fn a_loader_that_cannot_be_reaped_holds_up_no_call() {
+    let mut service = Service::start("qwen3_moe", 2, &[]);
+    let load = Load::start(&service.address);
+    assert!(load.goes_on());
+    // A loader of so small a checkpoint may have ended before it is held.
+    for _ in 0..50 {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+        command.args(["reload", "--admin", &service.admin]).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut reload = command.spawn().unwrap();
+        let loader = loop {
+            match (loaders_of(service.pid()).first(), reload.try_wait().unwrap()) {
+                (Some(&loader), _) => break loader,
+                (None, Some(_)) => break 0,
+                (None, None) => std::thread::sleep(Duration::from_micros(200)),
+            }
+        };
+        match ptrace::seize(loader as i32) {
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied && loader != 0 => {
+                println!("other processes cannot be traced here (CAP_SYS_PTRACE): nothing is tested");
+                return;
+            }
+            held if held.is_err() || loader == 0 => {
+                reload.wait().unwrap();
+                continue;
+            }
+            _ => send(loader, Signal::KILL),
+        }
+        let status = reload.wait().unwrap();
+        let begun = Instant::now();
+        let mut longest = Duration::ZERO;
+        while begun.elapsed() < Duration::from_secs(3) {
+            let call = Instant::now();
+            assert!(load.goes_on());
+            longest = longest.max(call.elapsed());
+        }
+        println!("the reload ended with {status}; eight calls took {longest:?} at most");
+        assert!(longest < Duration::from_secs(2), "{longest:?}");
+        assert_eq!(load.take_failed(), Vec::<String>::new());
+        let was_held = is_zombie(loader);
+        ptrace::reap(loader as i32);
+        if was_held && !status.success() {
+            drop(load);
+            service.signal(Signal::TERM);
+            assert_eq!(service.wait(PATIENCE).expect("the service ends").code(), Some(0));
+            return;
+        }
+    }
+    panic!("no loader could be held");
 }

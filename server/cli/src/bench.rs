@@ -125,7 +125,6 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     // Ranks report what they read of the checkpoint, and GPU ranks may hold it in another format.
     let bytes_on_gpus = on_gpus.then(|| gpu_bytes(&plan).into_iter().sum());
     let ceilings = args.ceilings(&plan.cluster);
-    plan.buffers.reserve();
     let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
     service.begin()?;
     let loading = Arc::clone(&service);

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::control::DeviceKind;
+use expertd_rank::share::available_memory;
 use expertd_rank_cuda::{self as gpu, Check};
 use expertd_router::cluster::{available_cores, numa_nodes, usable};
 use expertd_shm::SharedRegion;
@@ -87,7 +88,7 @@ fn cpu_checks() -> Vec<Check> {
     let cores = available_cores();
     let (nodes, usable) = (numa_nodes(&cores).len(), usable(&cores));
     let level = SimdLevel::active();
-    let memory = memory_bytes();
+    let memory = available_memory();
     let memfd = SharedRegion::create("expertd-doctor", 4096).and_then(|region| region.populate(0, 4096));
     let (pages, pages_ok) = huge_pages();
     vec![
@@ -130,18 +131,6 @@ fn cpu_checks() -> Vec<Check> {
             .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; it only saves some TLB misses")
             .optional(),
     ]
-}
-
-/// Available memory in bytes: the smaller of the machine's and the control group's.
-fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let machine = line.split_whitespace().next()?.parse::<u64>().ok()? * 1024;
-    let read =
-        |name: &str| std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok();
-    let group =
-        read("memory.max").map(|limit: u64| limit.saturating_sub(read("memory.current").unwrap_or(0)));
-    Some(group.map_or(machine, |group| group.min(machine)))
 }
 
 /// Describes how shared memory uses huge pages; returns whether it can use them.

@@ -7,7 +7,6 @@ use std::process::ExitCode;
 use clap::Args;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use crate::serve::memory::restore_huge_pages;
 use expertd_ipc::control::{DeviceKind, LoaderSetup};
 use expertd_rank::{PackFailure, PackedShare, Progress, RankExit, run_loader};
 
@@ -25,7 +24,6 @@ pub struct LoaderArgs {
 /// Packs the weights and passes them to the router.
 #[must_use]
 pub fn run(args: &LoaderArgs) -> ExitCode {
-    restore_huge_pages();
     let socket = match std::io::stdin().as_fd().try_clone_to_owned() {
         Ok(fd) => UnixStream::from(fd),
         Err(error) => {

@@ -7,7 +7,6 @@ use std::process::ExitCode;
 use clap::Args;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use crate::serve::memory::restore_huge_pages;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank::{Failure, Joining, Loaded, RankExit, run_rank};
 
@@ -25,7 +24,6 @@ pub struct RankArgs {
 /// Runs the rank until its router ends it.
 #[must_use]
 pub fn run(args: &RankArgs) -> ExitCode {
-    restore_huge_pages();
     let socket = match std::io::stdin().as_fd().try_clone_to_owned() {
         Ok(fd) => UnixStream::from(fd),
         Err(error) => {

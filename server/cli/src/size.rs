@@ -8,23 +8,24 @@ use clap::Args;
 
 use super::inspect::{GPU_PRODUCTS, bytes, bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::layers;
-use super::serve::plan::{
-    MAX_BYTES_IN_FLIGHT, MessageMemory, PROCESS_BYTES, RouterMemory, default_bytes_in_flight, read_placement,
-};
+use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
-use expertd_router::api::ConnectionLimits;
 use expertd_router::backend::Limits;
 use expertd_types::{Fp8Compute, Fp8Products, Rank};
 
-/// The default of max-connections.
-const CONNECTIONS: usize = 1024;
+/// Bytes of the router beside messages, sessions and staging.
+const ROUTER_BYTES: usize = 256 << 20;
+/// Copies of the bytes in flight that the router may hold: a message as it came, and decoded.
+const COPIES_IN_FLIGHT: usize = 2;
+/// Bytes of a rank beside weights, windows and staging: program, stacks of threads, scratch memory.
+const RANK_BYTES: u64 = 128 << 20;
 /// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and those of the driver.
 const DEVICE_RESERVE: u64 = 2 << 30;
-/// Host memory of a GPU rank beside [`PROCESS_BYTES`]: its share of the driver and CUDA's modules.
+/// Host memory of a GPU rank beside [`RANK_BYTES`]: its share of the driver and CUDA's modules.
 const CUDA_PROCESS_BYTES: u64 = 1 << 30;
 /// Packed weights are padded to whole panels, by less than a tenth.
 const PADDING_TENTHS: u64 = 11;
@@ -82,7 +83,7 @@ struct Sizes {
     windows: u64,
     /// Staging and rings of all ranks.
     channels: u64,
-    /// Resident memory of the router, at most, without the channels.
+    /// Memory of the router, without channels and sessions.
     router: u64,
     /// Memory of all sessions, at most.
     sessions: u64,
@@ -127,12 +128,10 @@ impl Sizes {
                 "--max-bytes-in-flight is {in_flight}, must be at most {MAX_BYTES_IN_FLIGHT}"
             ));
         }
-        let messages = MessageMemory::new(in_flight, per_step, spec.hidden);
-        let connections = ConnectionLimits::for_tcp(CONNECTIONS);
-        let router = RouterMemory::new(messages, 0, &connections, 0).total();
+        let router = ROUTER_BYTES + COPIES_IN_FLIGHT * in_flight;
         let process = match args.device {
-            DeviceKind::Cpu => PROCESS_BYTES as u64,
-            DeviceKind::Cuda => PROCESS_BYTES as u64 + CUDA_PROCESS_BYTES,
+            DeviceKind::Cpu => RANK_BYTES,
+            DeviceKind::Cuda => RANK_BYTES + CUDA_PROCESS_BYTES,
         };
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
         let weights = match args.device {
@@ -268,19 +267,19 @@ mod tests {
     #[test]
     fn the_block_has_requests_equal_to_limits() {
         let text = printed(&["--ranks", "2", "--cores", "6"]);
-        // At most 5.1 GiB in the router, 256 MiB of ranks, and small windows and weights.
+        // 2.25 GiB in the router, 256 MiB of ranks, and small windows and weights.
         let resources =
-            "resources:\n  requests: { cpu: \"6\", memory: 6Gi }\n  limits: { cpu: \"6\", memory: 6Gi }\n";
+            "resources:\n  requests: { cpu: \"6\", memory: 3Gi }\n  limits: { cpu: \"6\", memory: 3Gi }\n";
         assert!(text.ends_with(resources), "{text}");
         let text = printed(&["--ranks", "4", "--device", "cuda"]);
         assert!(text.contains("nvidia.com/gpu: \"4\" }") && text.contains("cpu: \"16\""), "{text}");
         assert!(text.contains("# GPU"), "{text}");
-        assert!(text.contains("# ranks      4.5 GiB") && text.contains("memory: 10Gi"), "{text}");
+        assert!(text.contains("# ranks      4.5 GiB") && text.contains("memory: 7Gi"), "{text}");
     }
 
     #[test]
     fn limits_of_the_service_are_counted() {
-        // 512 MiB of messages instead of 4 GiB, 64 MiB unread instead of 512, and 4 GiB of sessions, mapped by three processes.
+        // 256 MiB of messages instead of 2 GiB, and 4 GiB of sessions, mapped by three processes.
         let text = printed(&[
             "--ranks",
             "2",
@@ -289,7 +288,7 @@ mod tests {
             "--max-session-bytes",
             "12884901888",
         ]);
-        assert!(text.contains("# sessions   up to 4.0 GiB") && text.contains("memory: 6Gi"), "{text}");
+        assert!(text.contains("# sessions   up to 4.0 GiB") && text.contains("memory: 5Gi"), "{text}");
         let dir = tempfile::tempdir().unwrap();
         synth::write(&SynthConfig::new("mixtral"), dir.path()).unwrap();
         let line = ["size", dir.path().to_str().unwrap(), "--max-bytes-in-flight", "1000"];

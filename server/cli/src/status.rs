@@ -171,10 +171,7 @@ fn to_text(status: &GetStatusResponse) -> String {
     if let Some(Imbalance { mean, largest, largest_layer }) = status.imbalance {
         line("imbalance", format!("{mean:.2}, at most {largest:.2} (layer {largest_layer})"));
     }
-    if status.router_memory_limit_bytes > 0 {
-        let (now, limit) = (status.router_memory_bytes >> 20, status.router_memory_limit_bytes >> 20);
-        line("router", format!("{now} MiB resident, at most {limit} MiB"));
-    }
+    line("router", format!("{} MiB resident", status.router_memory_bytes >> 20));
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
     }
@@ -326,7 +323,6 @@ mod tests {
             }],
             imbalance: Some(Imbalance { mean: 1.25, largest: 1.5, largest_layer: 7 }),
             router_memory_bytes: 36 << 20,
-            router_memory_limit_bytes: 700 << 20,
             ..GetStatusResponse::default()
         }
     }
@@ -337,7 +333,7 @@ mod tests {
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights, 5 of 9 MiB of GPU memory used, GPU 40 % busy"), "{text}");
         assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
-        assert!(text.contains("router       36 MiB resident, at most 700 MiB"), "{text}");
+        assert!(text.contains("router       36 MiB resident"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1024 KiB"), "{text}");
     }
 

@@ -120,23 +120,50 @@ pub fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let available = line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? << 10;
-    let number = |name: &str| {
-        let text = std::fs::read_to_string(Path::new("/sys/fs/cgroup").join(name)).ok()?;
-        text.trim().parse::<u64>().ok()
-    };
-    // Page cache counts as used in a control group, and can be reclaimed.
-    let limit = number("memory.max").zip(number("memory.current"));
-    let group = limit.map(|(max, current)| max.saturating_sub(current.saturating_sub(reclaimable())));
+    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = left_in_groups(Path::new("/sys/fs/cgroup"), &own);
     Some(group.map_or(available, |group| group.min(available)))
 }
 
-fn reclaimable() -> u64 {
-    let text = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
-    let file = |name: &str| {
-        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-        value.trim().parse::<u64>().ok()
-    };
-    file("inactive_file ").unwrap_or(0) + file("active_file ").unwrap_or(0)
+/// Files of a control group's memory controller: limit, usage, and two counters of page cache.
+type GroupFiles = (&'static str, &'static str, [&'static str; 2]);
+
+const VERSION_2: GroupFiles = ("memory.max", "memory.current", ["inactive_file ", "active_file "]);
+const VERSION_1: GroupFiles =
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_inactive_file ", "total_active_file "]);
+
+/// The least that a limit leaves of the process's control groups, `own` as in `/proc/self/cgroup`, and of those above them.
+/// `mounts` is `/sys/fs/cgroup`. `None` without a limit.
+fn left_in_groups(mounts: &Path, own: &str) -> Option<u64> {
+    let groups = own.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (fields.next()?, fields.next()?);
+        let (root, files) = match controllers {
+            "" => (mounts.to_owned(), VERSION_2),
+            _ if controllers.split(',').any(|controller| controller == "memory") => {
+                (mounts.join("memory"), VERSION_1)
+            }
+            _ => return None,
+        };
+        // A container may see its group at the root and not at its path.
+        let group = root.join(path.trim_start_matches('/'));
+        group
+            .ancestors()
+            .take_while(|group| group.starts_with(&root))
+            .filter_map(|group| left_in(group, files))
+            .min()
+    });
+    groups.min()
+}
+
+fn left_in(group: &Path, (limit, usage, cache): GroupFiles) -> Option<u64> {
+    let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
+    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
+    let stat = read("memory.stat").unwrap_or_default();
+    let value = |name| stat.lines().find_map(|line| line.strip_prefix(name))?.trim().parse::<u64>().ok();
+    // Page cache counts as used in a control group, and can be reclaimed.
+    let reclaimable: u64 = cache.into_iter().filter_map(value).sum();
+    Some(number(limit)?.saturating_sub(number(usage)?.saturating_sub(reclaimable)))
 }
 
 /// Reports how much of a share is loaded.
@@ -191,6 +218,29 @@ mod tests {
     use expertd_types::ExpertId;
 
     use super::*;
+
+    #[test]
+    fn limits_of_the_own_control_group_and_of_those_above_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |group: &str, files: &[(&str, &str)]| {
+            let group = folder.path().join(group);
+            std::fs::create_dir_all(&group).unwrap();
+            files.iter().for_each(|(name, text)| std::fs::write(group.join(name), text).unwrap());
+        };
+        let left = |own| left_in_groups(folder.path(), own);
+        assert_eq!(left("0::/system.slice/expertd.service\n"), None);
+        let stat = "anon 7\ninactive_file 20\nactive_file 10\n";
+        let own = [("memory.max", "1000\n"), ("memory.current", "130\n"), ("memory.stat", stat)];
+        write("system.slice/expertd.service", &own);
+        write("system.slice", &[("memory.max", "max\n"), ("memory.current", "5000\n")]);
+        assert_eq!(left("0::/system.slice/expertd.service\n"), Some(900));
+        write("", &[("memory.max", "800\n"), ("memory.current", "200\n")]);
+        assert_eq!(left("0::/system.slice/expertd.service\n"), Some(600), "the group above leaves less");
+        assert_eq!(left("0::/not/here\n"), Some(600));
+        let first = [("memory.limit_in_bytes", "110\n"), ("memory.usage_in_bytes", "10\n")];
+        write("memory/docker/1", &first);
+        assert_eq!(left("12:cpu,cpuacct:/x\n7:memory:/docker/1\n"), Some(100));
+    }
 
     #[test]
     fn what_memory_cannot_keep_is_read_past_the_page_cache() {

@@ -6,7 +6,7 @@
 //! * [`steps`]: the step loop.
 //! * [`cluster`]: one generation of the EP group; child processes.
 //! * [`telemetry`]: metric names, the metrics endpoint, logs.
-//! * [`watchdog`]: ends a process that lost a thread or task without which it is useless.
+//! * [`progress`]: threads and tasks without which the process is useless.
 
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ pub mod api;
 pub mod backend;
 pub mod cluster;
 mod expert_rows;
+pub mod progress;
 pub mod sessions;
 pub mod steps;
 pub mod telemetry;
-pub mod watchdog;

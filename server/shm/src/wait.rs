@@ -96,7 +96,7 @@ pub trait FutexWord {
     fn fence();
     /// Sleeps until woken or until `limit` has passed, unless the word differs from `expected`. May wake up spuriously.
     fn sleep(&self, expected: u32, limit: Duration);
-    /// Wakes all threads that sleep on the word.
+    /// Wakes one thread that sleeps on the word.
     fn wake(&self);
 }
 
@@ -136,8 +136,9 @@ impl FutexWord for SharedWord {
         let _ = futex::wait(self.word(), futex::Flags::empty(), expected, Some(&limit));
     }
     fn wake(&self) {
-        // The call cannot fail for a mapped word.
-        let _ = futex::wake(self.word(), futex::Flags::empty(), u32::MAX >> 1);
+        // A doorbell has one waiter. Waking more would let a peer with thousands of sleeping threads hold up the ringer. The call
+        // cannot fail for a mapped word.
+        let _ = futex::wake(self.word(), futex::Flags::empty(), 1);
     }
 }
 
@@ -307,6 +308,25 @@ mod tests {
                 }
             });
         }
+    }
+
+    #[test]
+    fn a_ring_wakes_one_sleeper() {
+        let bell = doorbell();
+        bell.0.fetch_or(SLEEPING, Ordering::Relaxed);
+        let slept: Vec<Duration> = thread::scope(|s| {
+            let sleep = || {
+                let begun = Instant::now();
+                bell.0.sleep(SLEEPING, Duration::from_secs(2));
+                begun.elapsed()
+            };
+            let sleepers: Vec<_> = (0..4).map(|_| s.spawn(sleep)).collect();
+            thread::sleep(Duration::from_millis(500));
+            bell.ring();
+            sleepers.into_iter().map(|sleeper| sleeper.join().expect("no panic")).collect()
+        });
+        let woken = slept.iter().filter(|time| **time < Duration::from_millis(1500)).count();
+        assert_eq!(woken, 1, "{slept:?}");
     }
 
     #[test]

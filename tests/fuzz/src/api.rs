@@ -59,7 +59,6 @@ static SERVER: LazyLock<Running> = LazyLock::new(|| {
         connections: ConnectionLimits::for_tcp(64),
         shutdown_grace: Duration::from_millis(100),
         timeouts: ConnectionTimeouts::default(),
-        memory_limit_bytes: 0,
     };
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");

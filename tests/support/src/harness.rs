@@ -62,7 +62,6 @@ impl Service {
             connections,
             shutdown_grace: Duration::from_millis(500),
             timeouts,
-            memory_limit_bytes: 0,
         };
         let access = Arc::new(Access::load(access).unwrap());
         let server = Server::bind(&config, access, Arc::clone(backend) as _).await.unwrap();

@@ -3,7 +3,6 @@
 mod descriptors;
 mod error;
 pub(super) mod layers;
-pub(super) mod memory;
 pub mod plan;
 mod reload;
 mod report;
@@ -20,8 +19,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
+use expertd_router::progress;
 use expertd_router::telemetry::{flush_logs, tell};
-use expertd_router::watchdog;
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};
@@ -44,7 +43,6 @@ pub mod exit {
 /// Runs the service until a signal, a drain, or a failure that it cannot recover from.
 #[must_use]
 pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
-    let huge_pages = memory::disable_huge_pages();
     let plan = Given::merge(args, matches).map_err(PlanError::from).and_then(|given| {
         if args.print_config && given.model.0.is_none() {
             print(&report::settings(&given.shown()));
@@ -57,7 +55,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
         Ok(Some(plan))
     });
-    let mut plan = match plan {
+    let plan = match plan {
         Ok(Some(plan)) if !args.print_config => plan,
         Ok(plan) => {
             if let Some(plan) = plan {
@@ -75,14 +73,8 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         tell(&format!("expertd serve: {error}"));
         return ExitCode::from(exit::SETUP);
     }
-    match huge_pages {
-        Ok(for_children) => plan.cluster.environment.extend(for_children),
-        Err(error) => {
-            tracing::warn!(%error, "the router's memory is in huge pages, so bursts leave more of it resident")
-        }
-    }
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = match runtime.enable_all().thread_name("api").on_thread_park(memory::collect_once).build() {
+    let runtime = match runtime.enable_all().thread_name("api").build() {
         Ok(runtime) => runtime,
         Err(error) => {
             tell(&format!("expertd serve: cannot start the asynchronous runtime: {error}"));
@@ -101,7 +93,6 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             }
         }
     });
-    watchdog::stop();
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
 }
@@ -111,13 +102,15 @@ fn print(text: &str) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-/// Keeps the memory of this process from other processes of the user and from core files, and starts the watchdog, which ends the
-/// process if a thread is lost that it cannot do without.
+/// Keeps the memory of this process from other processes of the user and from core files, lets the end of a thread that it needs
+/// end it, and writes panics to the log, because a panicking thread must not wait for standard error.
 fn guard_process() -> std::io::Result<()> {
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    watchdog::start(|reason| {
+    std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
+    progress::end_with(|reason| {
         tell(&format!("expertd serve: {reason}"));
         flush_logs();
         std::process::exit(i32::from(exit::LOST));
-    })
+    });
+    Ok(())
 }

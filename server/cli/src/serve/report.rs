@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
-use super::plan::ServePlan;
+use super::plan::{ServePlan, SessionPlan};
 use super::settings::{Shown, Source};
 use crate::inspect::gpu_bytes_of_ranks;
 use expertd_ipc::control::DeviceKind;
@@ -109,39 +109,23 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "memory",
         format!(
-            "windows {} per rank ({} slots), staging and rings {}, messages {} to {}",
+            "windows {} per rank ({} slots), staging and rings {}; up to {} of requests in flight, {} of sessions",
             HumanBytes(plan.window_bytes as u64),
             shape.slots,
             HumanBytes(plan.channel_bytes as u64),
-            HumanBytes(plan.buffers.resident_bytes as u64),
-            HumanBytes(plan.buffers.max_bytes as u64),
-        ),
-    );
-    let router = &plan.router_memory;
-    let bytes = |bytes: usize| HumanBytes(bytes as u64);
-    line(
-        "router",
-        format!(
-            "resident memory at most {}: messages, answers and calls {}, connections {}, sessions {}, \
-             staging {}, the rest {}",
-            bytes(router.total()),
-            bytes(router.messages),
-            bytes(router.connections),
-            bytes(router.sessions),
-            bytes(router.channels),
-            bytes(router.process),
+            HumanBytes(model.limits.max_bytes_in_flight as u64),
+            HumanBytes(plan.sessions.as_ref().map_or(0, SessionPlan::router_bytes) as u64),
         ),
     );
     line(
         "limits",
         format!(
-            "{} tokens per step ({} per rank), {} per request, {} queued; messages of {}; {} in flight",
+            "{} tokens per step ({} per rank), {} per request, {} queued; messages of {}",
             HumanCount(scheduler.max_tokens_per_step as u64),
             HumanCount(shape.max_tokens_per_rank as u64),
             HumanCount(model.limits.max_tokens_per_request as u64),
             HumanCount(scheduler.max_queued_tokens as u64),
             HumanBytes(model.limits.max_message_bytes as u64),
-            HumanBytes(model.limits.max_bytes_in_flight as u64),
         ),
     );
     let connections = &plan.connections;

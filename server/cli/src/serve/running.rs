@@ -7,19 +7,19 @@ use std::time::Duration;
 
 use expertd_router::api::{self, Access, AccessConfig, Address, ConnectionTimeouts, Server, ServerConfig};
 use expertd_router::backend::{Backend, ServiceState};
+use expertd_router::progress;
 use expertd_router::sessions::{SessionConfig, SessionServer};
 use expertd_router::steps::{Service, ServiceEnd};
 use expertd_router::telemetry::{
-    MetricsEndpoint, Recorder, flush_traces, install_recorder, record_memory_limit, start_traces, tell,
+    MetricsEndpoint, flush_logs, flush_traces, install_recorder, start_traces, tell,
 };
-use expertd_router::watchdog;
 use expertd_shm::wait::spin_between_steps;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use super::error::StartError;
 use super::plan::{ServePlan, SessionPlan};
-use super::{descriptors, exit, memory, print, report};
+use super::{descriptors, exit, print, report};
 
 /// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Checks addresses and credentials, reserves memory for messages, binds every address, then forms the first generation.
+    /// Checks addresses and credentials, binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
@@ -54,12 +54,14 @@ impl Running {
         config.check(&access)?;
         let metrics = metrics_address(&plan, &access)?;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
-        record_memory_limit(config.memory_limit_bytes);
         start_traces(plan.otlp_endpoint.as_deref())?;
-        plan.buffers.reserve();
-        tokio::spawn(memory::settle(tokio::runtime::Handle::current().metrics().num_workers()));
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
-        let running = Self::listen(&service, &config, access, metrics, recorder, sessions).await?;
+        let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
+        let endpoint =
+            MetricsEndpoint::bind(metrics, recorder, backend, Arc::clone(&access), plan.health_timeout)
+                .await
+                .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let running = Self::listen(&service, &config, access, endpoint, sessions).await?;
         service.begin()?;
         Ok(Running { access: plan.access, ..running })
     }
@@ -68,16 +70,12 @@ impl Running {
         service: &Arc<Service>,
         config: &ServerConfig,
         access: Arc<Access>,
-        metrics: SocketAddr,
-        recorder: Recorder,
+        endpoint: MetricsEndpoint,
         sessions: Option<SessionConfig>,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint = MetricsEndpoint::bind(metrics, recorder, Arc::clone(&backend), Arc::clone(&access))
-            .await
-            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
-        let metrics = endpoint.local_address().unwrap_or(metrics);
+        let metrics = endpoint.local_address();
         let server = Server::bind(config, access, backend).await?;
         let session_server = match sessions {
             Some(config) => {
@@ -141,7 +139,7 @@ impl Running {
     /// Waits for a signal, a drain or a failure, and then stops the service.
     pub(super) async fn until_end(self) -> ExitCode {
         drain_on_signals(Arc::clone(&self.service));
-        let end = self.watched_until_end().await;
+        let end = self.service.ended().await;
         self.stop().await;
         match end {
             ServiceEnd::Drained => ExitCode::SUCCESS,
@@ -156,21 +154,6 @@ impl Running {
         }
     }
 
-    /// Waits for the service's end on this thread, without which the process would never exit.
-    async fn watched_until_end(&self) -> ServiceEnd {
-        let heartbeat = watchdog::watch("the main thread");
-        let mut ticks = tokio::time::interval(watchdog::TICK);
-        let mut ended = std::pin::pin!(self.service.ended());
-        let end = loop {
-            tokio::select! {
-                end = &mut ended => break end,
-                _ = ticks.tick() => heartbeat.tick(),
-            }
-        };
-        heartbeat.finish();
-        end
-    }
-
     /// Drains and stops the service: sends all answers, closes connections, reaps ranks.
     pub async fn drain(self) {
         self.service.drain(None).await;
@@ -179,6 +162,7 @@ impl Running {
     }
 
     async fn stop(self) {
+        progress::stop();
         self.shutdown.cancel();
         if let Ok(Err(error)) = self.server.await {
             tracing::warn!(%error, "the server ended with an error");
@@ -212,7 +196,6 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
         connections: plan.connections.with_tcp(connections),
         shutdown_grace: SHUTDOWN_GRACE,
         timeouts: ConnectionTimeouts::default(),
-        memory_limit_bytes: plan.router_memory.total() as u64,
     })
 }
 
@@ -272,6 +255,7 @@ fn drain_on_signals(service: Arc<Service>) {
                 tokio::spawn(async {
                     tokio::time::sleep(END_AT_ONCE).await;
                     tell("expertd serve: ended by a second signal before the drain was over");
+                    flush_logs();
                     std::process::exit(i32::from(exit::SETUP));
                 });
             }

@@ -108,7 +108,7 @@ macro_rules! settings {
         ///
         /// Exits with status 0 after a drain (SIGTERM, SIGINT, SIGHUP, `expertd drain`), 2 for an unknown flag or a value that does
         /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
-        /// could not be bound, 70 if ranks kept failing or the step loop failed, 71 if a thread was lost that the service needs.
+        /// could not be bound, 70 if ranks kept failing, 71 if a thread ended that the service needs.
         #[derive(Args, Clone, Debug, Default)]
         pub struct ServeArgs {
             /// TOML file with any of the settings below; names have underscores instead of dashes
@@ -256,6 +256,8 @@ settings! {
     /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000, or 30000 with
     /// ranks that share a GPU]
     device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
+    /// `/healthz` answers 503 if a thread that the service needs has made no progress for this long, in milliseconds [default: 5000]
+    health_timeout_ms: u64 = Some(5000), env "EXPERTD_HEALTH_TIMEOUT_MS";
     /// What happens to requests without an answer after a fault of a rank [default: retry]
     on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
@@ -366,7 +368,7 @@ mod tests {
              metrics_listen=127.0.0.1:9464 metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 on_fault=retry \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=retry \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }

@@ -257,6 +257,10 @@ mod tests {
     fn clients_read_no_paths_and_no_process_ids() {
         for (text, public) in [
             ("rank 1, process 4711, ended (signal: 9)", "rank 1, process, ended (signal: 9)"),
+            (
+                "re-forming; killed process 7 does not end; killed process 8 does not end",
+                "re-forming; killed process does not end; killed process does not end",
+            ),
             ("rank 0: /models/m/model.safetensors: short", "rank 0: (a file of the service) short"),
             ("cannot open `/etc/x` (/tmp/y)", "cannot open (a file of the service) (a file of the service)"),
             ("7 of 8 steps and/or more", "7 of 8 steps and/or more"),

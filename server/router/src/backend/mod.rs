@@ -46,6 +46,11 @@ pub trait Backend: Send + Sync + 'static {
     /// State of the service, its group and its ranks.
     fn status(&self) -> ServiceStatus;
 
+    /// Why no call is answered although the service serves.
+    fn standstill(&self) -> Option<String> {
+        None
+    }
+
     /// Follows the state of the service, for health checks.
     fn watch_state(&self) -> watch::Receiver<ServiceState>;
 

@@ -15,10 +15,11 @@ use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind, FormError};
+use super::observed::ObservedTime;
 use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
 use super::weights::WeightSet;
+use crate::progress;
 use crate::sessions::AttachAnswer;
-use crate::watchdog;
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_shm::SharedRegion;
@@ -29,8 +30,6 @@ pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
 /// has yet to map the channel.
 const START_GRACE: u32 = 10;
-/// Consecutive checks without a read after which the thread that reads a rank's messages counts as lost: 2 s.
-const LOST_READER_CHECKS: u32 = 20;
 
 /// Progress of a rank.
 #[derive(Clone, Debug)]
@@ -57,10 +56,6 @@ struct Member {
     /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
     /// against a rank.
     missed_beats: u32,
-    /// Reads of its control socket at the last check.
-    reads: u64,
-    /// Consecutive checks without a read.
-    missed_reads: u32,
 }
 
 /// A generation. Dropping it kills and reaps its ranks.
@@ -78,8 +73,8 @@ pub(crate) struct Group {
     started: bool,
     sequence: u64,
     in_flight: VecDeque<InFlight>,
-    /// When the front step became the oldest one.
-    front_since: Instant,
+    /// Time since the front step became the oldest one.
+    front_time: ObservedTime,
     next_check: Instant,
     /// Answers of ranks to orders about clients' memories.
     attach_answers: VecDeque<AttachNews>,
@@ -118,14 +113,14 @@ impl Group {
             started: false,
             sequence: 0,
             in_flight: VecDeque::new(),
-            front_since: Instant::now(),
+            front_time: ObservedTime::start(Instant::now()),
             next_check: Instant::now() + CHECK_INTERVAL,
             attach_answers: VecDeque::new(),
             usage_changed: false,
             windows,
         };
         for rank in 0..config.shape.ranks {
-            watchdog::tick();
+            progress::tick();
             let rank = Rank(rank);
             let process = group
                 .spawn(rank, weights, sender.clone(), bell, row_counts)
@@ -138,14 +133,7 @@ impl Group {
                 total_bytes: 0,
                 usage: None,
             };
-            group.members.push(Member {
-                process,
-                view,
-                heartbeat: 0,
-                missed_beats: 0,
-                reads: 0,
-                missed_reads: 0,
-            });
+            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
         }
         Ok(group)
     }
@@ -289,20 +277,10 @@ impl Group {
                     format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
-            let reads = member.process.reads();
-            member.missed_reads = if reads == member.reads { member.missed_reads + 1 } else { 0 };
-            member.reads = reads;
-            if member.missed_reads >= LOST_READER_CHECKS {
-                let waited = CHECK_INTERVAL * member.missed_reads;
-                let message = format!(
-                    "the router's thread that reads the messages of rank {rank} has stood still for {waited:?}; the next \
-                     generation gets another one"
-                );
-                return Err(Fault { kind: FaultKind::Liveness, message });
-            }
         }
-        if let Some(step) = self.in_flight.front()
-            && self.front_since.elapsed() > self.config.step_timeout
+        let waited = self.front_time.look(Instant::now());
+        if let Some(step) = self.in_flight.front().filter(|step| step.completions.iter().any(Option::is_none))
+            && waited > self.config.step_timeout
         {
             let late: Vec<_> = (0..)
                 .zip(&step.completions)

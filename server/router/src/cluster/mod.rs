@@ -4,6 +4,7 @@ mod config;
 mod cores;
 mod fault;
 mod group;
+mod observed;
 mod process;
 mod weights;
 
@@ -11,5 +12,6 @@ pub use config::{ClusterConfig, MakeWindows};
 pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 pub(crate) use fault::{Fault, FaultKind};
 pub(crate) use group::{Group, StepDone};
+pub(crate) use observed::ObservedTime;
 pub(crate) use process::left_processes;
-pub(crate) use weights::{LoadFailure, Loading, LoadingMode, WeightSet};
+pub(crate) use weights::{Freeing, LoadFailure, Loading, LoadingMode, WeightSet};

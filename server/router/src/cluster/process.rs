@@ -2,17 +2,16 @@
 //! no longer needed.
 
 use std::collections::BTreeSet;
-use std::io::{self, BufReader, ErrorKind, Read, Write as _};
+use std::io::{self, BufReader, ErrorKind, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::watchdog;
+use crate::progress;
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::send_with_fds;
@@ -22,7 +21,7 @@ use serde::Serialize;
 /// Longest wait for the end of killed processes, which first free gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for the exit status of a process that has closed its control socket.
-const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
+pub(super) const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Killed processes that have not ended.
 static LEFT: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -58,8 +57,6 @@ pub(super) struct ChildProcess {
     child: Option<Child>,
     pid: u32,
     socket: UnixStream,
-    /// Counts on while the thread that reads the control socket of a rank lives.
-    reads: Arc<AtomicU64>,
     ended: Option<ExitStatus>,
     /// Whether the process was killed and has not ended.
     is_left: bool,
@@ -89,7 +86,7 @@ impl ChildProcess {
     /// If the process cannot be started.
     pub(super) fn spawn<S: Serialize>(
         start: &Start<'_, S>,
-        read: impl FnOnce(UnixStream, &AtomicU64) + Send + 'static,
+        read: impl FnOnce(UnixStream) + Send + 'static,
     ) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let reading = socket.try_clone()?;
@@ -102,14 +99,8 @@ impl ChildProcess {
             // A process group of its own keeps the terminal's signals from the child; the router stops its children in order.
             .process_group(0)
             .spawn()?;
-        let process = ChildProcess {
-            pid: child.id(),
-            child: Some(child),
-            socket,
-            reads: Arc::default(),
-            ended: None,
-            is_left: false,
-        };
+        let process =
+            ChildProcess { pid: child.id(), child: Some(child), socket, ended: None, is_left: false };
         let rest = match process.begin(start) {
             // The process has ended already. The thread that reads finds the end of the socket, and what ended it is then said as ever.
             Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
@@ -118,13 +109,13 @@ impl ChildProcess {
             sent => sent?,
         };
         let thread = std::thread::Builder::new().name(format!("{command}-{rank}"));
-        let reads = Arc::clone(&process.reads);
-        // The thread ends with the socket. It is never joined, because a join of a thread that was killed panics, and one of a thread
-        // that stands still does not return.
+        // The thread ends with the socket.
         thread.spawn(move || {
+            let needed = progress::guard("a thread that reads the messages of a rank or loader");
             // After an error the reader finds the end of the socket.
             let _ = (&reading).write_all(&rest);
-            read(reading, &reads);
+            read(reading);
+            needed.finish();
         })?;
         Ok(process)
     }
@@ -151,17 +142,7 @@ impl ChildProcess {
     ) -> io::Result<Self> {
         let rank = setup.rank;
         let start = Start { command: "rank", rank, setup, fds, environment };
-        Self::spawn(&start, move |socket, reads| {
-            // Without the time limit the thread would not tick. The kernel refuses no limit of this size.
-            let _ = socket.set_read_timeout(Some(watchdog::TICK));
-            let socket = TickingReader { socket: &socket, reads };
-            read_control(socket, rank, &events, &bell);
-        })
-    }
-
-    /// A number that increases at least every [`watchdog::TICK`] while the thread lives that reads the control socket of a rank.
-    pub(super) fn reads(&self) -> u64 {
-        self.reads.load(Ordering::Relaxed)
+        Self::spawn(&start, move |socket| read_control(socket, rank, &events, &bell))
     }
 
     /// The process id.
@@ -195,7 +176,7 @@ impl ChildProcess {
     fn status_until(&mut self, deadline: Instant) -> Option<ExitStatus> {
         loop {
             // The wait is bounded, so it is no standstill of the calling thread.
-            watchdog::tick();
+            progress::tick();
             match self.child.as_mut()?.try_wait() {
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
                 Ok(None) => return None,
@@ -210,6 +191,11 @@ impl ChildProcess {
                 }
             }
         }
+    }
+
+    /// The exit status of a process that has ended.
+    pub(super) fn status(&mut self) -> Option<ExitStatus> {
+        self.status_until(Instant::now()).or(self.ended)
     }
 
     /// Kills the process, even if it is stopped. `kill_and_reap` also waits for its end.
@@ -264,25 +250,7 @@ impl Drop for ChildProcess {
     }
 }
 
-/// Reads a control socket that has a time limit for reads, and counts the attempts.
-struct TickingReader<'a> {
-    socket: &'a UnixStream,
-    reads: &'a AtomicU64,
-}
-
-impl Read for TickingReader<'_> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        loop {
-            self.reads.fetch_add(1, Ordering::Relaxed);
-            match self.socket.read(bytes) {
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
-                read => return read,
-            }
-        }
-    }
-}
-
-fn read_control(socket: impl Read, rank: Rank, events: &Sender<RankEvent>, bell: &RouterBell) {
+fn read_control(socket: UnixStream, rank: Rank, events: &Sender<RankEvent>, bell: &RouterBell) {
     let mut reader = BufReader::new(socket);
     loop {
         let news = match control::receive::<FromRank>(&mut reader) {

@@ -18,8 +18,8 @@ use expertd_types::{Rank, WeightVersion};
 use super::config::ClusterConfig;
 use super::fault::{Fault, FaultKind};
 use super::group::CHECK_INTERVAL;
-use super::process::{ChildProcess, Start, kill_and_reap};
-use crate::watchdog;
+use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
+use crate::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
 /// and no call waits for a loader while weights serve.
@@ -49,7 +49,7 @@ impl WeightSet {
     pub(crate) fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
         let shares = Arc::into_inner(self).map(|mut set| std::mem::take(&mut set.shares));
-        Freeing(release(shares, move || bell.bell().ring()))
+        Freeing(release(shares, move || bell.bell().ring()).into_iter().collect())
     }
 }
 
@@ -61,12 +61,18 @@ impl Drop for WeightSet {
 
 /// Memory that is being freed.
 #[derive(Debug)]
-pub(crate) struct Freeing(Option<JoinHandle<()>>);
+pub(crate) struct Freeing(Vec<JoinHandle<()>>);
 
 impl Freeing {
     /// Whether the memory is free.
     fn has_ended(&self) -> bool {
-        self.0.as_ref().is_none_or(JoinHandle::is_finished)
+        self.0.iter().all(JoinHandle::is_finished)
+    }
+
+    /// Both.
+    pub(crate) fn and(mut self, other: Option<Freeing>) -> Freeing {
+        self.0.extend(other.into_iter().flat_map(|other| other.0));
+        self
     }
 }
 
@@ -110,6 +116,8 @@ struct Member {
     silent: u32,
     /// When `loaded_bytes` last grew.
     last_progress: Instant,
+    /// When it closed its socket without a share. Its exit status is awaited for a moment.
+    gone: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -144,7 +152,7 @@ pub(crate) enum LoadingMode {
     Beside,
 }
 
-/// A set of weights that is being loaded, by one process for each rank. Dropping it kills and reaps them.
+/// A set of weights that is being loaded, by one process for each rank. Dropping it kills them.
 #[derive(Debug)]
 pub(crate) struct Loading {
     config: Arc<ClusterConfig>,
@@ -205,7 +213,7 @@ impl Loading {
     fn start_loaders(&mut self) -> io::Result<()> {
         let (config, now) = (Arc::clone(&self.config), Instant::now());
         for rank in 0..config.shape.ranks {
-            watchdog::tick();
+            progress::tick();
             let rank = Rank(rank);
             let setup = LoaderSetup {
                 rank,
@@ -222,14 +230,31 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket, _| {
-                // A loader whose messages do not arrive counts as silent.
-                read(socket, rank, &events, &bell);
-            })?;
+            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
-            self.members.push(Member { process, view, share: None, silent: 0, last_progress: now });
+            self.members.push(Member {
+                process,
+                view,
+                share: None,
+                silent: 0,
+                last_progress: now,
+                gone: None,
+            });
         }
         Ok(())
+    }
+
+    /// Ends the loaders. Their memory is free once they are reaped, which takes as long as the system needs; `bell` rings then.
+    pub(crate) fn end(mut self, bell: &RouterBell) -> Freeing {
+        let bell = bell.clone();
+        let handle = self.release(move || bell.bell().ring());
+        Freeing(handle.into_iter().collect())
+    }
+
+    /// Kills the loaders, and reaps them on a thread of its own.
+    fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
+        self.members.iter_mut().for_each(|member| member.process.kill());
+        release(std::mem::take(&mut self.members), then)
     }
 
     /// The version that is being loaded.
@@ -267,6 +292,7 @@ impl Loading {
         while let Some((rank, news)) = self.waiting.pop_front() {
             self.take_in(rank, news)?;
         }
+        self.check_gone()?;
         if Instant::now() >= self.next_check {
             self.check_life()?;
         }
@@ -321,8 +347,17 @@ impl Loading {
                 });
             }
             News::Gone if member.share.is_some() => {}
-            News::Gone => {
-                let status = member.process.exit_status();
+            News::Gone => member.gone = Some(Instant::now()),
+        }
+        Ok(())
+    }
+
+    /// Fails if a loader has ended without a share.
+    fn check_gone(&mut self) -> Result<(), LoadFailure> {
+        for (rank, member) in self.members.iter_mut().enumerate() {
+            let Some(gone) = member.gone else { continue };
+            let status = member.process.status();
+            if status.is_some() || gone.elapsed() >= STATUS_TIMEOUT {
                 let how = status.map_or_else(String::new, |status| format!(" ({status})"));
                 // Reading behind the end of a mapped file that was truncated raises SIGBUS.
                 let why = match status.and_then(|status| status.signal()) {
@@ -331,7 +366,8 @@ impl Loading {
                     _ => "",
                 };
                 let pid = member.view.pid;
-                return Err(load(format!("the loader of rank {rank}, process {pid}, ended{how}{why}")));
+                let message = format!("the loader of rank {rank}, process {pid}, ended{how}{why}");
+                return Err(LoadFailure { message, lacks_room: false });
             }
         }
         Ok(())
@@ -360,8 +396,9 @@ impl Loading {
 
 impl Drop for Loading {
     fn drop(&mut self) {
-        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
-        release(std::mem::take(&mut self.members), || ());
+        if !self.members.is_empty() {
+            self.release(|| ());
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use expertd_session::socket;
 use expertd_session::wire::{MAX_CLIENT_FRAME, frame};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::Steps;
 use super::listener::{Opening, Shared};
 use super::open::OpenSession;
 use super::registry::SessionRegistry;
@@ -22,6 +23,7 @@ const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct EndedSession {
     session: OpenSession,
     registry: Arc<SessionRegistry>,
+    steps: Arc<dyn Steps>,
 }
 
 impl EndedSession {
@@ -44,6 +46,11 @@ impl EndedSession {
 
 impl Drop for EndedSession {
     fn drop(&mut self) {
+        // Has no effect unless the thread of the socket panicked.
+        self.session.close(Some(
+            "the service's thread of this session panicked; open another session, and report this bug",
+        ));
+        self.steps.memory_ended(self.session.id());
         self.registry.remove(self.session.number());
     }
 }
@@ -95,6 +102,9 @@ impl Shared {
 
     /// Reads the socket of an open session until the client ends it or the session ends otherwise.
     fn follow_to_the_end(&self, socket: &UnixStream, session: OpenSession) -> EndedSession {
+        let (registry, steps) = (Arc::clone(&self.registry), Arc::clone(&self.steps));
+        // Ends the session also if this thread panics.
+        let ended = EndedSession { session: session.clone(), registry, steps };
         let followed = match &session {
             OpenSession::Host(_) => self.follow(socket),
             OpenSession::Cuda(session) => self.follow_cuda(socket, session),
@@ -113,7 +123,7 @@ impl Shared {
         let status = session.status();
         let (calls, rows) = (status.calls_total, status.rows_total);
         tracing::info!(session = session.number(), calls, rows, "{} ended", session.kind());
-        EndedSession { session, registry: Arc::clone(&self.registry) }
+        ended
     }
 
     /// Answers frames of an open host session until the socket ends; returns why the service ends it.
@@ -145,5 +155,61 @@ pub(super) fn unreadable(error: &io::Error) -> String {
         }
         ErrorKind::UnexpectedEof => "the socket ended within a frame".to_owned(),
         _ => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::Mutex;
+
+    use expertd_ipc::control::DeviceKind;
+    use expertd_types::MemoryId;
+
+    use super::*;
+    use crate::backend::{ModelInfo, Request};
+    use crate::sessions::open::tests::open_session;
+    use crate::sessions::registry::SessionLimits;
+    use crate::steps::{Caller, ClientMemory};
+
+    /// Records the memories that have ended.
+    #[derive(Default)]
+    struct Ended(Mutex<Vec<MemoryId>>);
+
+    impl Steps for Ended {
+        fn model(&self) -> Arc<ModelInfo> {
+            panic!("not asked for")
+        }
+
+        fn device(&self) -> DeviceKind {
+            DeviceKind::Cpu
+        }
+
+        fn take_in(&self, _: Request, _: Box<dyn Caller>) {}
+
+        fn memory_opened(&self, _: Box<dyn ClientMemory>) {}
+
+        fn memory_ended(&self, memory: MemoryId) {
+            self.0.lock().unwrap().push(memory);
+        }
+    }
+
+    #[test]
+    fn a_panic_of_a_sockets_thread_ends_the_session_and_frees_its_place() {
+        let limits = SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false };
+        let (session, client) = open_session();
+        let (registry, steps) = (Arc::<SessionRegistry>::default(), Arc::<Ended>::default());
+        registry.add(&limits, &session).unwrap();
+        let (of_thread, listed) = (session.clone(), Arc::clone(&registry));
+        let told = Arc::clone(&steps);
+        let panicked = std::thread::spawn(move || {
+            let _ended = EndedSession { session: of_thread, registry: listed, steps: told };
+            panic!("planted");
+        });
+        assert!(panicked.join().is_err());
+        assert!(session.session().is_closing() && registry.sessions().is_empty());
+        assert_eq!(*steps.0.lock().unwrap(), [session.id()]);
+        assert_eq!(socket::receive(&client, 4096).unwrap().unwrap().0, frame::ENDED);
     }
 }

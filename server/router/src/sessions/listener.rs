@@ -18,9 +18,9 @@ use super::Steps;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::Opener;
 use crate::api::{Address, BindError, Listener, ModelDescription, PlainSocket, client_key};
+use crate::progress;
 use crate::steps::{ClientMemory as _, Service};
 use crate::telemetry::{Rarely, RequestMetrics, names};
-use crate::watchdog;
 
 /// Mode of the socket while only the service's own user may open sessions.
 const OWN_MODE: u32 = 0o600;
@@ -88,12 +88,12 @@ impl SessionServer {
 
     /// Serves sessions until `shutdown`, then ends those that are open.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let heartbeat = watchdog::watch("the task that accepts sessions");
+        let heartbeat = progress::need("the task that accepts sessions");
         loop {
             heartbeat.tick();
             tokio::select! {
                 () = shutdown.cancelled() => break,
-                () = tokio::time::sleep(watchdog::TICK) => {}
+                () = tokio::time::sleep(progress::TICK) => {}
                 accepted = self.listener.accept() => match accepted {
                     Ok((PlainSocket::Right(stream), _)) => self.shared.connected(stream),
                     Ok(_) => {}

@@ -118,7 +118,7 @@ impl OpenSession {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
+pub(super) mod tests {
     use std::time::Duration;
 
     use expertd_session::memory::SessionMemory;
@@ -134,8 +134,8 @@ mod tests {
     use crate::sessions::session::Opener;
     use crate::telemetry::RequestMetrics;
 
-    #[test]
-    fn a_panic_of_a_sessions_thread_ends_the_session_with_a_reason() {
+    /// An open session and its client's socket.
+    pub(in crate::sessions) fn open_session() -> (OpenSession, UnixStream) {
         let limits = SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false };
         let registry = SessionRegistry::default();
         let (memory, rings) = SessionMemory::create(2, 4096).unwrap();
@@ -146,7 +146,12 @@ mod tests {
         let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
         let metrics = Arc::new(RequestMetrics::new("Session"));
         let common = Session::new(7, opener, service, metrics);
-        let session = OpenSession::Host(HostSession::new(common, memory, rings.completions, held));
+        (OpenSession::Host(HostSession::new(common, memory, rings.completions, held)), client)
+    }
+
+    #[test]
+    fn a_panic_of_a_sessions_thread_ends_the_session_with_a_reason() {
+        let (session, client) = open_session();
         session.end_if_it_panics(|| {});
         assert!(!session.session().is_closing(), "a thread that ends as planned says nothing");
         session.end_if_it_panics(|| panic!("planted"));

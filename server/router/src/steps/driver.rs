@@ -25,9 +25,9 @@ use super::reload::Reload;
 use super::service::{SchedulerConfig, ServiceEnd};
 use super::shared::Shared;
 use crate::backend::{DrainReport, ServiceState, StepError};
-use crate::cluster::{ClusterConfig, Group, Loading, WeightSet};
+use crate::cluster::{ClusterConfig, Freeing, Group, Loading, WeightSet};
+use crate::progress;
 use crate::telemetry::{StepMetrics, names};
-use crate::watchdog;
 
 /// Time that ranks have to exit by themselves when the service ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -68,6 +68,8 @@ pub(super) struct Driver {
     served: (WeightVersion, CheckpointSource),
     /// Weights that are loaded while no generation serves, and the generation that waits for them.
     loading: Option<(Generation, Loading)>,
+    /// Loaders that were ended, and may still hold memory.
+    ended_loaders: Option<Freeing>,
     /// The weights that the present generation serves or is formed for.
     pub(super) group_weights: Option<Arc<WeightSet>>,
     /// A reload that is under way.
@@ -111,6 +113,7 @@ impl Driver {
             group: None,
             weights: None,
             loading: None,
+            ended_loaders: None,
             group_weights: None,
             reload: None,
             memories,
@@ -125,7 +128,7 @@ impl Driver {
         show_counters_of_faults();
         let end = loop {
             // A round lasts at most SWEEP_INTERVAL; longer operations tick by themselves.
-            watchdog::tick();
+            progress::tick();
             if self.exchange() {
                 // The rows of a new call are on their way to the ranks before anything else is looked at, the answers of the last step
                 // included.
@@ -237,12 +240,14 @@ impl Driver {
             match self.step_loop.poll(now, &has_left)? {
                 Action::FormGroup { generation } => self.form_group(generation),
                 Action::EndGroup { .. } => {
+                    self.serves_no_more("the ranks of the generation are being ended");
                     // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
                     let left = self.group.take().map(Group::end).unwrap_or_default();
                     self.memories.end_generation(&left);
-                    self.loading = None;
+                    self.end_loading();
                     self.note_pause();
                     self.launched.clear();
+                    self.shared.note_steps(false);
                     self.experts_ended = None;
                     self.show_ranks();
                 }
@@ -258,7 +263,6 @@ impl Driver {
                     // After the inbox, so that callers who see the new state find the inbox in agreement with it.
                     self.exchange();
                     self.shared.set_state(state, &reason);
-                    metrics::gauge!(names::READY).set(f64::from(u8::from(state == ServiceState::Serving)));
                     tracing::info!(?state, %reason, "state");
                 }
                 Action::ReportDrain { requests_dropped } => {
@@ -269,6 +273,13 @@ impl Driver {
                 }
                 Action::End(end) => return Some(end),
             }
+        }
+    }
+
+    /// Says at once that no generation serves: its end may wait for processes that do not end.
+    pub(super) fn serves_no_more(&self, reason: &str) {
+        if *self.shared.state.borrow() == ServiceState::Serving {
+            self.shared.set_state(ServiceState::Reforming, reason);
         }
     }
 

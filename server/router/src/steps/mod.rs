@@ -1,6 +1,7 @@
 //! The step loop: the thread that drives the state machine of [`expertd_scheduler`], and the service in front of it.
 
 mod active;
+mod activity;
 mod caller;
 mod driver;
 mod reload;

@@ -90,6 +90,8 @@ pub struct Service {
     /// The step loop's thread owns the sender, which is dropped with the thread however it ends.
     end: watch::Receiver<Option<ServiceEnd>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Longest time of a step.
+    step_timeout: Duration,
     /// `None` once the step loop has begun.
     step_loop: Mutex<Option<StepLoop>>,
 }
@@ -116,11 +118,13 @@ impl Service {
         let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
         crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (result, end) = watch::channel(None);
+        let step_timeout = cluster.step_timeout;
         let step_loop = StepLoop { shared: Arc::clone(&shared), cluster, config, seed, result };
         Ok(Arc::new(Service {
             shared,
             end,
             thread: Mutex::new(None),
+            step_timeout,
             step_loop: Mutex::new(Some(step_loop)),
         }))
     }
@@ -193,6 +197,9 @@ impl Service {
         let mut front = self.shared.front();
         if let Some(refusal) = front.inbox.refuse(now, &submission) {
             return Err((refusal.into(), caller));
+        }
+        if front.inbox.queued_tokens() == 0 {
+            front.waiting_since = Instant::now();
         }
         front.inbox.admit(now, submission, Payload { request, caller });
         self.shared.hand_over(front);
@@ -269,13 +276,26 @@ impl Backend for Service {
         let left = left_processes();
         if !left.is_empty() {
             let separator = if status.reason.is_empty() { "" } else { "; " };
-            status.reason = format!("{}{separator}killed processes {left:?} do not end", status.reason);
+            // In words that `public_text` knows.
+            let left: Vec<_> = left.iter().map(|pid| format!("killed process {pid} does not end")).collect();
+            status.reason = format!("{}{separator}{}", status.reason, left.join("; "));
         }
         status
     }
 
     fn expert_rows(&self) -> ExpertRows {
         self.shared.expert_rows()
+    }
+
+    fn standstill(&self) -> Option<String> {
+        let front = self.shared.front();
+        let (queued, waiting_since) = (front.inbox.queued_tokens(), front.waiting_since);
+        drop(front);
+        let activity = *self.shared.activity.lock().unwrap_or_else(PoisonError::into_inner);
+        let max_wait = self.shared.config.max_wait;
+        let age = activity.standstill(waiting_since, Instant::now(), self.step_timeout, max_wait);
+        let age = age.filter(|_| queued > 0)?;
+        Some(format!("{queued} tokens wait, and no step has begun or ended for {:.0} s", age.as_secs_f64()))
     }
 
     fn watch_state(&self) -> watch::Receiver<ServiceState> {
@@ -321,10 +341,10 @@ impl Backend for Service {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
-    use expertd_types::{Coverage, Generation, LayerId, LayerRange, WeightFingerprint, WeightVersion};
+    use expertd_types::{Coverage, Generation, LayerRange, WeightFingerprint, WeightVersion};
 
     use super::*;
-    use crate::backend::{ClientKey, Limits};
+    use crate::backend::Limits;
 
     /// Shared state without a step loop.
     pub(in crate::steps) fn shared() -> Arc<Shared> {
@@ -376,11 +396,7 @@ pub(super) mod tests {
 
     /// A service whose thread has ended.
     pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
-        Service { shared: shared(), end, thread: Mutex::new(None), step_loop: Mutex::new(None) }
-    }
-
-    pub(in crate::steps) fn submission() -> Submission {
-        let kind = StepKind { layer: LayerId(0), top_k: 1 };
-        Submission { client: ClientKey(1), kind, tokens: 1, deadline: None, expected_version: None }
+        let (thread, step_loop) = (Mutex::new(None), Mutex::new(None));
+        Service { shared: shared(), end, thread, step_timeout: Duration::from_secs(60), step_loop }
     }
 }

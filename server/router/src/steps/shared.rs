@@ -11,6 +11,7 @@ use expertd_shm::RegionError;
 use expertd_types::{Generation, LayerId, MemoryId, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
+use super::activity::StepActivity;
 use super::caller::{Caller, ClientMemory};
 use super::service::{ReloadContext, SchedulerConfig};
 use crate::backend::{
@@ -52,6 +53,8 @@ pub(super) struct Front {
     pub(super) reloads: Vec<ReloadMail>,
     /// Memories of clients that were opened or have ended.
     pub(super) memories: Vec<MemoryMail>,
+    /// When a request was admitted last while none waited.
+    pub(super) waiting_since: Instant,
     /// Whether the step loop has ended.
     pub(super) has_ended: bool,
 }
@@ -66,6 +69,7 @@ pub(super) struct Shared {
     pub(super) state: watch::Sender<ServiceState>,
     pub(super) status: Mutex<ServiceStatus>,
     pub(super) steps_total: AtomicU64,
+    pub(super) activity: Mutex<StepActivity>,
     pub(super) row_counts: RowCounts,
     pub(super) config: SchedulerConfig,
     pub(super) reload: ReloadContext,
@@ -95,6 +99,7 @@ impl Shared {
                 drain_waiters: Vec::new(),
                 reloads: Vec::new(),
                 memories: Vec::new(),
+                waiting_since: Instant::now(),
                 has_ended: false,
             }),
             has_mail: AtomicBool::new(false),
@@ -103,6 +108,7 @@ impl Shared {
             state: watch::Sender::new(ServiceState::Loading),
             status: Mutex::new(ServiceStatus::default()),
             steps_total: AtomicU64::new(0),
+            activity: Mutex::new(StepActivity { at: Instant::now(), in_flight: false }),
             row_counts,
             config,
             serving: Mutex::new(serving),
@@ -220,6 +226,12 @@ impl Shared {
         }
         let checkpoint = CheckpointSource { placement, ..serving };
         Ok((version, ReloadContext { checkpoint, ..self.reload.clone() }))
+    }
+
+    /// Notes that a step has begun or ended, and whether one is in flight now.
+    pub(super) fn note_steps(&self, in_flight: bool) {
+        let activity = StepActivity { at: Instant::now(), in_flight };
+        *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
     pub(super) fn set_state(&self, state: ServiceState, reason: &str) {

@@ -10,6 +10,7 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -33,7 +34,7 @@ use super::ranks::RankGauges;
 use super::recorder::Recorder;
 use crate::api::{Access, Origin, Protocol, ServerTls, ready_probe};
 use crate::backend::Backend;
-use crate::watchdog;
+use crate::progress;
 
 /// Largest number of connections. Above it, a new connection ends another one.
 const MAX_CONNECTIONS: usize = 64;
@@ -54,6 +55,7 @@ pub type Probe = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 /// A bound metrics endpoint.
 pub struct MetricsEndpoint {
     listener: TcpListener,
+    address: SocketAddr,
     shared: Arc<Shared>,
 }
 
@@ -62,6 +64,7 @@ struct Shared {
     ranks: RankGauges,
     backend: Arc<dyn Backend>,
     ready: Probe,
+    health_timeout: Duration,
     access: Arc<Access>,
 }
 
@@ -73,27 +76,35 @@ struct Way {
 }
 
 impl MetricsEndpoint {
-    /// Binds the endpoint to `address`.
+    /// Binds the endpoint to `address`. `/healthz` answers 503 if a thread that the process needs has made no progress for longer than
+    /// `health_timeout`.
     ///
     /// # Errors
-    /// The error of `bind`.
+    /// The error of `bind` or `getsockname`.
     pub async fn bind(
         address: SocketAddr,
         recorder: Recorder,
         backend: Arc<dyn Backend>,
         access: Arc<Access>,
+        health_timeout: Duration,
     ) -> std::io::Result<MetricsEndpoint> {
         let ready = ready_probe(Arc::clone(&backend));
-        let shared = Arc::new(Shared { recorder, ranks: RankGauges::default(), backend, ready, access });
-        Ok(MetricsEndpoint { listener: TcpListener::bind(address).await?, shared })
+        let shared = Arc::new(Shared {
+            recorder,
+            ranks: RankGauges::default(),
+            backend,
+            ready,
+            health_timeout,
+            access,
+        });
+        let listener = TcpListener::bind(address).await?;
+        Ok(MetricsEndpoint { address: listener.local_addr()?, listener, shared })
     }
 
     /// The address that the endpoint is bound to.
-    ///
-    /// # Errors
-    /// The error of `getsockname`.
-    pub fn local_address(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
+    #[must_use]
+    pub fn local_address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Serves until the future is dropped.
@@ -196,7 +207,6 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
     if request.method() != Method::GET && request.method() != Method::HEAD {
         return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n");
     }
-    let unwell = watchdog::lost();
     let (headers, access) = (request.headers(), &*shared.access);
     let path = request.uri().path();
     let is_probe = matches!(path, "/healthz" | "/readyz");
@@ -224,10 +234,7 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             }
             Some(refused) => refused,
         },
-        "/healthz" | "/readyz" if unwell.is_some() => {
-            text(StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", unwell.unwrap_or_default()))
-        }
-        "/healthz" => text(StatusCode::OK, "alive\n"),
+        "/healthz" => health(shared.health_timeout),
         "/readyz" => match (shared.ready)() {
             Ok(()) => text(StatusCode::OK, "ready\n"),
             Err(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
@@ -237,6 +244,22 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
             "not found; the paths are /, /status.json, /experts.json, /metrics, /healthz and /readyz\n",
         ),
     }
+}
+
+/// The age of each thread's last progress.
+fn health(timeout: Duration) -> Response<Full<Bytes>> {
+    let (mut status, mut body) = (StatusCode::OK, "alive\n".to_owned());
+    for (name, age) in progress::ages() {
+        let late = if age > timeout { ", which is too long" } else { "" };
+        if age > timeout {
+            status = StatusCode::SERVICE_UNAVAILABLE;
+        }
+        let _ = writeln!(body, "{name}: {:.1} s since its last progress{late}", age.as_secs_f64());
+    }
+    if status != StatusCode::OK {
+        body = body.replacen("alive", "unhealthy", 1);
+    }
+    text(status, body)
 }
 
 /// The answer to a scrape that is refused. If neither tokens nor TLS are configured, `--insecure` has allowed the scrape.

@@ -15,7 +15,7 @@ mod traces;
 pub use endpoint::{MetricsEndpoint, Probe};
 pub use handles::{RequestMetrics, StepMetrics};
 pub use logs::{LogError, LogFormat, flush_logs, init_logs, tell};
-pub use process::{ResidentBytes, record_memory_limit, resident_bytes};
+pub use process::{ResidentBytes, resident_bytes};
 pub(crate) use rarely::Rarely;
 pub use recorder::{Recorder, install_recorder};
 pub(crate) use traces::{RequestTrace, TraceParent};

@@ -143,7 +143,7 @@ metrics_table! {
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
     /// Spans of requests that were sent to the receiver of traces.
     TRACE_SPANS_SENT_TOTAL = "expertd_trace_spans_sent_total", Kind::Counter, Count, [];
-    /// Spans dropped, by reason: queue (more ended than were sent) or export (the receiver did not take them).
+    /// Spans dropped because the receiver did not take them (reason export). The reason queue stays at 0.
     TRACE_SPANS_DROPPED_TOTAL = "expertd_trace_spans_dropped_total", Kind::Counter, Count, ["reason"];
     /// Log lines dropped because standard error did not take them in time.
     LOG_LINES_DROPPED_TOTAL = "expertd_log_lines_dropped_total", Kind::Counter, Count, [];
@@ -153,7 +153,7 @@ metrics_table! {
     BYTES_IN_FLIGHT_LIMIT = "expertd_bytes_in_flight_limit", Kind::Gauge, Bytes, [];
     /// Resident memory of one process of the service (`router` or the number of a rank), by kind: anon, file or shmem.
     PROCESS_RESIDENT_BYTES = "expertd_process_resident_bytes", Kind::Gauge, Bytes, ["process", "kind"];
-    /// Upper bound of the router's resident memory, kinds anon and shmem together.
+    /// Always 0: the router's memory has no bound beside the configured limits.
     ROUTER_MEMORY_LIMIT_BYTES = "expertd_router_memory_limit_bytes", Kind::Gauge, Bytes, [];
     /// Unix time at which the service started.
     START_TIME_SECONDS = "expertd_start_time_seconds", Kind::Gauge, Seconds, [];

@@ -46,11 +46,6 @@ pub fn resident_bytes(pid: u32) -> Option<ResidentBytes> {
     ResidentBytes::parse(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 
-/// Sets the gauge of the upper bound of this process's resident memory.
-pub fn record_memory_limit(bytes: u64) {
-    gauge!(names::ROUTER_MEMORY_LIMIT_BYTES).set(bytes as f64);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,8 +6,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
+use super::logs::record_dropped_lines;
 use super::names::{self, Kind};
 use super::process::resident_bytes;
+use crate::progress;
 
 /// Interval at which histograms are drained. Until then they hold every sample in memory: at forty thousand calls a second, 2 MB more
 /// each second.
@@ -25,6 +27,7 @@ impl Recorder {
     /// All metrics in Prometheus' text format.
     #[must_use]
     pub fn render(&self) -> String {
+        record_dropped_lines();
         self.handle.render()
     }
 }
@@ -73,7 +76,9 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             record_build(features);
             let upkeep = handle.clone();
             let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+                let needed = progress::need("the thread that drains histograms");
                 for turn in (0..MEMORY_EVERY).cycle() {
+                    needed.tick();
                     upkeep.run_upkeep();
                     if turn == 0 {
                         record_memory();
@@ -105,6 +110,7 @@ fn record_build(features: &'static str) {
         "features" => features,
     )
     .set(1.0);
+    gauge!(names::ROUTER_MEMORY_LIMIT_BYTES).set(0.0);
     if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
         gauge!(names::START_TIME_SECONDS).set(now.as_secs_f64());
     }

@@ -2,7 +2,6 @@
 
 mod devices;
 mod machine;
-mod memory;
 mod model;
 mod sessions;
 mod sizes;
@@ -13,9 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(crate) use self::devices::gpus;
-pub(crate) use self::memory::{MAX_BYTES_IN_FLIGHT, PROCESS_BYTES, default_bytes_in_flight};
-pub use self::memory::{MessageMemory, RouterMemory};
 pub use self::sessions::SessionPlan;
+pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
 
 use self::machine::Machine;
 use self::model::model_info;
@@ -80,6 +78,8 @@ pub struct ServePlan {
     pub sessions: Option<SessionPlan>,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
+    /// Age of a thread's last progress above which `/healthz` answers 503.
+    pub health_timeout: Duration,
     /// Receiver of traces; `None` leaves it to OpenTelemetry's own variables.
     pub otlp_endpoint: Option<String>,
     /// Who may call the service.
@@ -90,10 +90,6 @@ pub struct ServePlan {
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
-    /// Memory for messages and answers.
-    pub buffers: MessageMemory,
-    /// Upper bound of the router's resident memory.
-    pub router_memory: RouterMemory,
 }
 
 impl ServePlan {
@@ -138,9 +134,6 @@ impl ServePlan {
             if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
         let fingerprint = checkpoint.fingerprint(coverage);
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
-        let buffers = MessageMemory::new(limits.max_bytes_in_flight, limits.max_tokens_per_step, spec.hidden);
-        let session_bytes = sessions.as_ref().map_or(0, SessionPlan::router_bytes);
-        let router_memory = RouterMemory::new(buffers, channel_bytes, &connections, session_bytes);
         let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
         let placement = placement(&given, &spec, &machine)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
@@ -155,13 +148,12 @@ impl ServePlan {
             admin_listen: listen(&given.admin_listen),
             sessions,
             metrics_listen: listen(&given.metrics_listen),
+            health_timeout: timeouts.health,
             otlp_endpoint: given.otlp_endpoint.0.clone(),
             access,
             connections,
             window_bytes,
             channel_bytes,
-            buffers,
-            router_memory,
             shown: given.shown(),
             skip_memory_check: given.skip_memory_check.0.unwrap_or(false),
             spec,
@@ -210,6 +202,7 @@ struct Timeouts {
     step: Duration,
     device: Duration,
     liveness: Duration,
+    health: Duration,
 }
 
 impl Timeouts {
@@ -228,7 +221,8 @@ impl Timeouts {
                 "must be at least 300, because the heartbeat's interval is up to 100 ms",
             ));
         }
-        Ok(Timeouts { step, device, liveness })
+        let health = within("health-timeout-ms", given.health_timeout_ms.0.unwrap_or(0), 1000, 3_600_000)?;
+        Ok(Timeouts { step, device, liveness, health: Duration::from_millis(health) })
     }
 }
 

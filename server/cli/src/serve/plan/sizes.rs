@@ -2,7 +2,6 @@
 
 use super::PlanError;
 use super::machine::Machine;
-use super::memory::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
 use super::values::{derive, value, within};
 use crate::serve::settings::{Given, Source};
 use expertd_ipc::GroupShape;
@@ -13,6 +12,17 @@ use expertd_router::backend::Limits;
 
 /// Largest number of requests in flight on one stream.
 const MAX_REQUESTS_PER_STREAM: u32 = 256;
+
+/// Smallest default of max-bytes-in-flight.
+const BYTES_IN_FLIGHT: usize = 1 << 30;
+
+/// Largest max-bytes-in-flight.
+pub(crate) const MAX_BYTES_IN_FLIGHT: usize = 1 << 40;
+
+/// 1 GiB, or 4 of the largest requests.
+pub(crate) const fn default_bytes_in_flight(message_bytes: usize) -> usize {
+    if 4 * message_bytes > BYTES_IN_FLIGHT { 4 * message_bytes } else { BYTES_IN_FLIGHT }
+}
 
 /// The sizes of steps, requests and buffers.
 #[derive(Clone, Debug)]

@@ -24,6 +24,7 @@ pub(in crate::api) use self::tls::peer_name;
 pub(crate) use self::tls::{Protocol, ServerTls};
 use self::tokens::Tokens;
 use crate::api::failure::Failure;
+use crate::progress;
 use crate::telemetry::names;
 
 /// Interval at which files are checked for changes.
@@ -165,8 +166,10 @@ impl Access {
         }
         let mut rounds = tokio::time::interval(RELOAD_ROUND);
         rounds.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let needed = progress::need("the task that reloads credentials");
         loop {
             rounds.tick().await;
+            needed.tick();
             let this = Arc::clone(&self);
             // Files may be on a network, where reading can block.
             let _ = tokio::task::spawn_blocking(move || {

@@ -19,8 +19,6 @@ use expertd_types::ExpertPlacement;
 /// `expertd.v1.Admin` over a backend.
 pub(in crate::api) struct AdminService {
     pub(in crate::api) backend: Arc<dyn Backend>,
-    /// Upper bound of this process's resident memory, in bytes.
-    pub(in crate::api) memory_limit_bytes: u64,
 }
 
 #[tonic::async_trait]
@@ -30,7 +28,6 @@ impl Admin for AdminService {
         status.imbalance = convert::imbalance(&self.backend.expert_rows());
         status.router_memory_bytes =
             resident_bytes(std::process::id()).map_or(0, ResidentBytes::without_files);
-        status.router_memory_limit_bytes = self.memory_limit_bytes;
         Ok(Response::new(status))
     }
 

@@ -21,8 +21,8 @@ use super::layers::{Admit, Authenticate, Client, Services};
 use super::places::{Origin, Place, Places};
 use crate::api::access::{Peer, Protocol, peer_name};
 use crate::api::bytes::activity::{Activity, ConnectionTimeouts, Verdict};
+use crate::progress;
 use crate::telemetry::{Rarely, names};
-use crate::watchdog;
 
 /// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -93,8 +93,8 @@ impl Connections {
     pub(in crate::api) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
         let closer = Closer::start();
-        let heartbeat = watchdog::watch("the task that accepts connections");
-        let mut ticks = tokio::time::interval(watchdog::TICK);
+        let heartbeat = progress::need("the task that accepts connections");
+        let mut ticks = tokio::time::interval(progress::TICK);
         loop {
             heartbeat.tick();
             let (socket, origin) = tokio::select! {

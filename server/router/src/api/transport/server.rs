@@ -54,8 +54,6 @@ pub struct ServerConfig {
     pub shutdown_grace: Duration,
     /// Time limits of connections.
     pub timeouts: ConnectionTimeouts,
-    /// Upper bound of the process's resident memory in bytes, which Admin reports.
-    pub memory_limit_bytes: u64,
 }
 
 /// Why the server could not be set up.
@@ -98,7 +96,6 @@ pub struct Server {
     connections: ConnectionLimits,
     timeouts: ConnectionTimeouts,
     grace: Duration,
-    memory_limit_bytes: u64,
 }
 
 impl ServerConfig {
@@ -145,8 +142,8 @@ impl Server {
             Some(address) => Some(bind("admin-listen", address, ADMIN_MODE).await?),
             None => None,
         };
-        let ServerConfig { connections, timeouts, shutdown_grace: grace, memory_limit_bytes, .. } = *config;
-        Ok(Server { public, admin, backend, access, connections, timeouts, grace, memory_limit_bytes })
+        let ServerConfig { connections, timeouts, shutdown_grace: grace, .. } = *config;
+        Ok(Server { public, admin, backend, access, connections, timeouts, grace })
     }
 
     /// The public addresses, with the ports that the system chose.
@@ -170,7 +167,7 @@ impl Server {
         let budget = Budget::new(limits.max_bytes_in_flight, limits.max_message_bytes);
         let (reporter, health) = tonic_health::server::health_reporter();
         let end = CancellationToken::new();
-        tokio::spawn(health::follow(reporter, self.backend.watch_state(), end.clone()));
+        tokio::spawn(health::follow(reporter, Arc::clone(&self.backend), end.clone()));
 
         let shared =
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
@@ -198,7 +195,7 @@ impl Server {
             shutdown.clone(),
             end.clone(),
         );
-        let admin = AdminService { backend: self.backend, memory_limit_bytes: self.memory_limit_bytes };
+        let admin = AdminService { backend: self.backend };
         let services = Services {
             routes: shared.add_service(AdminServer::new(admin)).prepare(),
             access: Arc::clone(&access),

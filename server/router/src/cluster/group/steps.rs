@@ -8,6 +8,7 @@ use expertd_types::{LayerId, Phase, Rank, Slot, StepId};
 
 use super::Group;
 use crate::cluster::fault::{Fault, FaultKind};
+use crate::cluster::observed::ObservedTime;
 
 /// A step that not every rank has completed.
 #[derive(Debug)]
@@ -95,7 +96,7 @@ impl Group {
         };
         self.channel.launch(&common)?;
         if self.in_flight.is_empty() {
-            self.front_since = Instant::now();
+            self.front_time = ObservedTime::start(Instant::now());
         }
         self.in_flight.push_back(InFlight {
             step,
@@ -133,7 +134,7 @@ impl Group {
 
     fn pop_done(&mut self, is_after_fault: bool) -> Option<StepDone> {
         let step = self.in_flight.pop_front()?;
-        self.front_since = Instant::now();
+        self.front_time = ObservedTime::start(Instant::now());
         let completions =
             step.completions.into_iter().map(|completion| completion.unwrap_or_else(Completion::zeroed));
         let completions: Vec<Completion> = completions.collect();

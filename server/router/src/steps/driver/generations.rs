@@ -28,7 +28,7 @@ impl Driver {
                 self.start_ranks(generation);
             }
             Err(failure) => {
-                self.loading = None;
+                self.end_loading();
                 if self.give_up_replacement(&failure) {
                     self.form_group(generation);
                 } else {
@@ -60,6 +60,7 @@ impl Driver {
     /// Lets steps form once the ranks have attached the memories that calls cannot do without.
     pub(super) fn begin_steps(&mut self) {
         if let Some((generation, version)) = self.memories.take_ready() {
+            self.shared.note_steps(false);
             self.step_loop.group_ready(generation, version, self.now());
         }
     }
@@ -67,6 +68,7 @@ impl Driver {
     pub(super) fn fault(&mut self, generation: Generation, fault: &Fault) {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
+        self.serves_no_more("the EP group is re-forming");
         self.give_up_reload(fault);
         // Calls whose words were raised must not be computed again: their clients have gone on.
         while let Some(done) = self.group.as_mut().and_then(Group::take_raised) {
@@ -94,7 +96,14 @@ impl Driver {
         self.load(generation, version, source, LoadingMode::Alone);
     }
 
-    /// Loads the weights that a generation waits for.
+    /// Ends the loaders of the weights that a generation waits for, if there are any.
+    pub(super) fn end_loading(&mut self) {
+        if let Some((_, loading)) = self.loading.take() {
+            self.ended_loaders = Some(loading.end(&self.shared.bell).and(self.ended_loaders.take()));
+        }
+    }
+
+    /// Loads the weights that a generation waits for, once the memory of earlier loaders is free.
     fn load(
         &mut self,
         generation: Generation,
@@ -102,6 +111,11 @@ impl Driver {
         source: CheckpointSource,
         mode: LoadingMode,
     ) {
+        let mode = match (mode, self.ended_loaders.take()) {
+            (LoadingMode::Alone, Some(ended)) => LoadingMode::After(ended),
+            (LoadingMode::After(freeing), ended) => LoadingMode::After(freeing.and(ended)),
+            (mode, _) => mode,
+        };
         match Loading::start(&self.cluster, version, source, mode, &self.shared.bell) {
             Ok(loading) => {
                 self.loading = Some((generation, loading));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use expertd_types::{Generation, MemoryId, WeightVersion};
 
 use super::Driver;
-use crate::cluster::{Fault, FaultKind};
+use crate::cluster::{Fault, FaultKind, ObservedTime};
 use crate::sessions::{AttachAction, Attachments, Outcome};
 use crate::steps::caller::{Attachment, ClientMemory};
 use crate::steps::shared::MemoryMail;
@@ -28,6 +28,8 @@ pub(super) struct Memories {
     ready: Option<(Generation, WeightVersion)>,
     /// When the present or last order was sent.
     ordered: Instant,
+    /// Time since then.
+    order_time: ObservedTime,
     /// When the next order may be sent.
     next_order: Instant,
 }
@@ -40,6 +42,7 @@ impl Memories {
             refusals: HashMap::new(),
             ready: None,
             ordered: Instant::now(),
+            order_time: ObservedTime::start(Instant::now()),
             next_order: Instant::now(),
         }
     }
@@ -85,11 +88,9 @@ impl Memories {
             let Some(client) = self.clients.get(&memory) else { continue };
             client.set_attachment(Attachment::Awaited);
             if !left.is_empty() {
-                let reason = format!(
-                    "processes {left:?}, ranks that were killed, do not end and may still write to the session's memory; \
-                     open another session"
-                );
-                tracing::error!(session = %memory, reason, "the service ends a session");
+                let reason = "ranks that were killed do not end and may still write to the session's memory; open another session"
+                    .to_owned();
+                tracing::error!(session = %memory, processes = ?left, reason, "the service ends a session");
                 client.end(reason);
             }
         }
@@ -133,7 +134,8 @@ impl Driver {
         }
         // A step may be under way before the order, and orders are carried out as steps are.
         let limit = 2 * self.cluster.step_timeout;
-        match memories.attachments.unanswered().filter(|_| memories.ordered.elapsed() > limit) {
+        let waited = memories.order_time.look(Instant::now());
+        match memories.attachments.unanswered().filter(|_| waited > limit) {
             None => Ok(()),
             Some((memory, ranks)) => {
                 let ranks: Vec<u32> = ranks.into_iter().map(|rank| rank.0).collect();
@@ -153,6 +155,7 @@ impl Driver {
         while let Some(action) = memories.attachments.poll(may_order) {
             if !matches!(action, AttachAction::Release(_)) {
                 memories.ordered = now;
+                memories.order_time = ObservedTime::start(now);
             }
             match (action, &group) {
                 (AttachAction::Attach(memory), Some(group)) => {

@@ -84,12 +84,14 @@ impl Driver {
             memories,
             raises,
         });
+        self.shared.note_steps(true);
         Ok(())
     }
 
     /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
     pub(super) fn collect(&mut self, done: StepDone) {
         let Some(launched) = self.launched.pop_front() else { return };
+        self.shared.note_steps(!self.launched.is_empty());
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
         launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
         let Some(group) = &self.group else { return };

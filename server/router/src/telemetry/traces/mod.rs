@@ -3,7 +3,7 @@
 //! A span continues the caller's trace, if the call's metadata names one (W3C `traceparent`). Calls of sessions have no
 //! metadata; their spans begin traces. The children of a span are the time in
 //! the queue and each step. Requests never wait for the collector: ended spans go to a bounded queue, and those that do
-//! not fit are dropped and counted.
+//! not fit are dropped.
 
 mod export;
 mod request;
@@ -18,12 +18,12 @@ use opentelemetry::{Context, KeyValue};
 use opentelemetry_otlp::{WithExportConfig as _, WithTonicConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider, SpanExporter as _};
+use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
 use tonic::transport::{Certificate, ClientTlsConfig};
 
 pub(crate) use request::RequestTrace;
 
-use self::export::{Queue, QueueProcessor};
+use self::export::Counted;
 
 /// The traces of this process; unset while they are off.
 static TRACES: OnceLock<Traces> = OnceLock::new();
@@ -31,9 +31,7 @@ static TRACES: OnceLock<Traces> = OnceLock::new();
 struct Traces {
     tracer: SdkTracer,
     propagator: TraceContextPropagator,
-    queue: Queue,
-    /// Keeps the tracer working.
-    _provider: SdkTracerProvider,
+    provider: SdkTracerProvider,
 }
 
 /// Why traces cannot be sent.
@@ -71,20 +69,13 @@ pub fn start_traces(endpoint: Option<&str>) -> Result<bool, TraceError> {
         Some("https") => exporter.with_tls_config(tls(set("OTEL_EXPORTER_OTLP_CERTIFICATE"))?),
         _ => exporter,
     };
-    let mut exporter = exporter.build().map_err(|error| TraceError(error.to_string()))?;
-    let resource = resource();
-    exporter.set_resource(&resource);
-    let queue = Queue::start(exporter);
+    let exporter = exporter.build().map_err(|error| TraceError(error.to_string()))?;
     let provider = SdkTracerProvider::builder()
-        .with_span_processor(QueueProcessor(queue.clone()))
-        .with_resource(resource)
+        .with_batch_exporter(Counted::new(exporter))
+        .with_resource(resource())
         .build();
-    let traces = Traces {
-        tracer: provider.tracer("expertd"),
-        propagator: TraceContextPropagator::new(),
-        queue,
-        _provider: provider,
-    };
+    let traces =
+        Traces { tracer: provider.tracer("expertd"), propagator: TraceContextPropagator::new(), provider };
     let _ = TRACES.set(traces);
     tracing::info!(endpoint = address, "sending traces");
     Ok(true)
@@ -93,7 +84,8 @@ pub fn start_traces(endpoint: Option<&str>) -> Result<bool, TraceError> {
 /// Waits until the spans that have ended are sent, up to `limit`.
 pub async fn flush_traces(limit: Duration) {
     if let Some(traces) = TRACES.get() {
-        let _ = tokio::time::timeout(limit, traces.queue.flush()).await;
+        let flush = tokio::task::spawn_blocking(|| traces.provider.force_flush());
+        let _ = tokio::time::timeout(limit, flush).await;
     }
 }
 
