@@ -18,6 +18,7 @@ use serde_json::json;
 
 use super::client::{self, ClientError, RoutingArg, printable};
 use super::golden::{Golden, GoldenError, GoldenLayer};
+use super::units::time;
 use expertd_types::{DType, rows};
 
 /// Number of rows whose routing is printed.
@@ -307,11 +308,13 @@ impl CallOutcome {
         let (queue, step) = (duration(receipt.queue_time), duration(receipt.step_time));
         let rest = self.latency.saturating_sub(queue + step);
         println!(
-            "latency      {:?}: queue {queue:?}, step {step:?}, transport and client {rest:?}",
-            self.latency
+            "latency      {}: queue {}, step {}, transport and client {}",
+            time(self.latency),
+            time(queue),
+            time(step),
+            time(rest)
         );
-        let steps = receipt.steps.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
-        println!("steps        {steps}; tokens per rank {:?}", receipt.tokens_per_rank);
+        println!("computed     {}", client::steps_in_words(&receipt));
         for (row, pairs) in self.routing().iter().enumerate().take(ROUTING_ROWS) {
             let pairs = pairs.iter().map(|(id, weight)| format!("{id} ({weight:.4})")).collect::<Vec<_>>();
             println!("{:<12} row {row}: {}", if row == 0 { "routing" } else { "" }, pairs.join("  "));
@@ -320,7 +323,8 @@ impl CallOutcome {
             println!("{:<12} and {} more rows", "", self.tokens - ROUTING_ROWS);
         }
         for timing in &receipt.timings {
-            let phases = phases(timing).map(|(name, ns)| format!("{name} {:?}", Duration::from_nanos(ns)));
+            let phases =
+                phases(timing).map(|(name, ns)| format!("{name} {}", time(Duration::from_nanos(ns))));
             println!("step {:<7} {} tokens: {}", timing.step, timing.tokens, phases.join(", "));
         }
     }

@@ -6,9 +6,10 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{GPU_PRODUCTS, bytes, bytes_of_ranks, gpu_bytes_of_ranks};
+use super::inspect::{CheckpointArgs, GPU_PRODUCTS, bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::layers;
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::units::{bytes, count};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
@@ -33,12 +34,15 @@ const PADDING_TENTHS: u64 = 11;
 /// Print the memory that a service needs, and a resources block for its container
 ///
 /// Counts weights, windows, staging, messages and processes, at the largest that settings allow. It needs the checkpoint's headers
-/// only and no GPU. A reload that keeps the earlier weights until the new ones are loaded needs the weights twice.
+/// only and no GPU. A reload that keeps the earlier weights until the new ones are loaded needs the weights twice. `serve` chooses ranks
+/// and device from its machine; this command counts what --ranks and --device say.
+///
+/// Exits with status 0, or with 64 if the checkpoint or a size cannot be used.
 #[derive(Args, Clone, Debug)]
 pub struct SizeArgs {
-    /// Directory with config.json and safetensors files
-    #[arg(value_name = "DIR")]
-    pub model: PathBuf,
+    /// The checkpoint.
+    #[command(flatten)]
+    pub checkpoint: CheckpointArgs,
     /// Number of ranks
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub ranks: u32,
@@ -187,7 +191,8 @@ pub fn run(args: &SizeArgs) -> ExitCode {
 fn text(args: &SizeArgs) -> Result<String, String> {
     let choice: LayerChoice =
         layers::parse(&args.layers, layers::host_name).map_err(|problem| format!("--layers {problem}"))?;
-    let checkpoint = Checkpoint::open_layers(&args.model, choice).map_err(|error| error.to_string())?;
+    let checkpoint =
+        Checkpoint::open_layers(args.checkpoint.folder(), choice).map_err(|error| error.to_string())?;
     let sizes = Sizes::new(checkpoint.spec(), args)?;
     Ok(block(&sizes, args, &checkpoint.spec().held.to_string()))
 }
@@ -201,7 +206,11 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
     let (device, ranks) = (args.device, args.ranks);
     line(
         "service",
-        format!("layers {held}, {ranks} {device} ranks, {} tokens per step", args.max_tokens_per_step),
+        format!(
+            "layers {held}, {} per step, {} on {device}",
+            count(args.max_tokens_per_step.into(), "token"),
+            count(ranks.into(), "rank")
+        ),
     );
     let where_weights_are = match device {
         DeviceKind::Cpu => "in this memory",
@@ -218,7 +227,16 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
         line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
     }
     let memory = sizes.host(device).div_ceil(1 << 30);
-    let cores = args.cores.unwrap_or(ranks * if device == DeviceKind::Cpu { 8 } else { 4 });
+    let per_rank = if device == DeviceKind::Cpu { 8 } else { 4 };
+    let cores = args.cores.unwrap_or(ranks * per_rank);
+    line(
+        "cores",
+        if args.cores.is_some() {
+            "as given".to_owned()
+        } else {
+            format!("{per_rank} for each rank; --cores gives others")
+        },
+    );
     let gpus = match device {
         DeviceKind::Cpu => String::new(),
         DeviceKind::Cuda => format!(", nvidia.com/gpu: \"{ranks}\""),

@@ -21,10 +21,15 @@ use crate::serve::settings::{Given, ServeArgs};
 /// new random rows for every step. Prints medians, and the range of the whole step. On GPUs, and if the machine's speed
 /// limits are given, it also prints the floor for the routing that was drawn: the weights or arithmetic of the slowest rank,
 /// and the rows over the busiest link.
+///
+/// Exits with status 0, 64 for an invalid setting or a broken checkpoint, 1 if a measurement failed.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` writes one of any shape
-    #[arg(long, required_unless_present = "ceilings")]
+    #[arg(value_name = "DIR", required_unless_present_any = ["model", "ceilings"], conflicts_with = "ceilings")]
+    pub folder: Option<PathBuf>,
+    /// The same as DIR
+    #[arg(long, value_name = "DIR", conflicts_with = "folder")]
     pub model: Option<PathBuf>,
     /// Only measure the speed limits of the GPUs, together: memory, tensor cores, links. Takes about a second, during which
     /// nothing else should use the GPUs. --gpus or --ranks choose them [default: all that this process may use]
@@ -134,7 +139,7 @@ impl BenchArgs {
     /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
     pub(super) fn plan(&self, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
         let serve = ServeArgs {
-            model: self.model.clone(),
+            model: self.folder.clone().or_else(|| self.model.clone()),
             ranks: Some(self.ranks()),
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),
