@@ -143,7 +143,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
     }
     let address = running.address().map(ToString::to_string).unwrap_or_default();
     println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
-    println!("4. each row against a plain f64 computation of the block:");
+    println!("4. each row against a plain f64 computation of the block, with the largest relative error:");
     let mut client = client::connect(&address, &Credentials::default()).await?;
     let hidden = checkpoint.spec().hidden;
     let mut random = SmallRng::seed_from_u64(rand::random());
@@ -180,7 +180,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
         all_right &= right;
         let experts = receipt.timings.iter().map(|t| Duration::from_nanos(t.experts_ns)).sum::<Duration>();
         println!(
-            "   layer {layer}: {}; {}, {} in the experts; largest relative error of a row {error:.1e} {}",
+            "   layer {layer}: {}; {} (experts {}); error {error:.1e} {}",
             client::steps_in_words(&receipt),
             time(latency),
             time(experts),

@@ -101,7 +101,7 @@ fn from_message(message: GetExpertRowsResponse) -> ExpertRows {
     ExpertRows { layers: layers.collect() }
 }
 
-/// The rows that `now` has and `before` has not.
+/// Rows counted between `before` and `now`.
 fn since(mut now: ExpertRows, before: &ExpertRows) -> ExpertRows {
     for (now, before) in now.layers.iter_mut().zip(&before.layers) {
         for (now, before) in now.ranks.iter_mut().flatten().zip(before.ranks.iter().flatten()) {

@@ -1,5 +1,6 @@
 //! `expertd serve`: the router rank.
 
+mod cores;
 mod descriptors;
 mod error;
 pub(super) mod layers;

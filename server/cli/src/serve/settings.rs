@@ -294,33 +294,6 @@ fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
         .map_err(|source| SettingsError::Parse { path: path.to_owned(), source: Box::new(source) })
 }
 
-/// Parses a list of cores such as `0-3,8`.
-///
-/// # Errors
-/// If the text is not such a list, or contains a core twice.
-pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
-    let number =
-        |s: &str| s.trim().parse::<usize>().map_err(|_| format!("`{s}` in `{text}` is not a core number"));
-    let mut cores = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = match part.split_once('-') {
-            Some((first, last)) => (number(first)?, number(last)?),
-            None => (number(part)?, number(part)?),
-        };
-        if first > last || last >= 4096 {
-            return Err(format!("`{part}` is not a range of cores; expected FIRST-LAST, below 4096"));
-        }
-        cores.extend(first..=last);
-    }
-    let mut unique = cores.clone();
-    unique.sort_unstable();
-    unique.dedup();
-    if unique.len() != cores.len() {
-        return Err(format!("`{text}` contains a core twice"));
-    }
-    Ok(cores)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -380,15 +353,6 @@ mod tests {
         let shown = given(&[]).unwrap().shown();
         let names: Vec<String> = shown.iter().map(|s| format!("EXPERTD_{}", s.name.to_uppercase())).collect();
         assert_eq!(Given::VARIABLES, names);
-    }
-
-    #[test]
-    fn core_lists_are_parsed() {
-        assert_eq!(parse_cores("0-2,5").unwrap(), [0, 1, 2, 5]);
-        assert!(parse_cores("3-1").is_err());
-        assert!(parse_cores("a").is_err());
-        assert!(parse_cores("1,1").is_err());
-        assert!(parse_cores("0-99999").is_err());
     }
 
     /// Defaults are part of the interface: a change must change this test.
