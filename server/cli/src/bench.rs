@@ -20,7 +20,7 @@ use rand_distr::{Distribution as _, StandardNormal};
 pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
-use self::routing::RoutingArg;
+use self::routing::RoutingRule;
 use super::ceilings;
 use super::serve::plan::PlanError;
 use super::serve::{exit, gpu_bytes};
@@ -202,7 +202,7 @@ struct Bench {
     pool: Bytes,
     random: SmallRng,
     next_id: u64,
-    routing: RoutingArg,
+    routing: RoutingRule,
     ceilings: Option<Ceilings>,
     /// Bytes of weights that all ranks hold together.
     weight_bytes: u64,

@@ -16,7 +16,7 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, RoutingArg, printable};
+use super::client::{self, ClientError, RoutingSource, printable};
 use super::golden::{Golden, GoldenError, GoldenLayer};
 use super::units::time;
 use expertd_types::{DType, rows};
@@ -52,7 +52,7 @@ pub struct CallArgs {
     pub golden: Option<PathBuf>,
     /// Source of the routing; `recorded` needs --golden
     #[arg(long, value_enum, default_value_t)]
-    pub routing: RoutingArg,
+    pub routing: RoutingSource,
     /// Leave the shared experts out of the output
     #[arg(long)]
     pub exclude_shared_experts: bool,
@@ -113,7 +113,7 @@ pub struct CallOutcome {
 /// # Errors
 /// If the arguments contradict each other, or the service cannot be reached or refuses the request.
 pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
-    if args.routing == RoutingArg::Recorded && args.golden.is_none() {
+    if args.routing == RoutingSource::Recorded && args.golden.is_none() {
         return Err(CallError::Usage("--routing recorded needs --golden FILE".to_owned()));
     }
     let golden = args.golden.as_deref().map(Golden::read).transpose()?;
@@ -230,13 +230,13 @@ impl Input {
             )));
         }
         let routing = match (args.routing, &recorded.routing) {
-            (RoutingArg::Gate, _) => None,
-            (RoutingArg::Recorded, Some(routing)) => Some(Routing {
+            (RoutingSource::Gate, _) => None,
+            (RoutingSource::Recorded, Some(routing)) => Some(Routing {
                 topk_ids: rows::encode_i32(&routing.ids[..tokens * routing.k]),
                 topk_weights: rows::encode(&routing.weights[..tokens * routing.k], DType::F32),
                 k: u32::try_from(routing.k).unwrap_or(u32::MAX),
             }),
-            (RoutingArg::Recorded, None) => {
+            (RoutingSource::Recorded, None) => {
                 let problem =
                     format!("the golden file has no routing for layer {}; use --routing gate", layer.layer);
                 return Err(CallError::Usage(problem));

@@ -150,7 +150,7 @@ pub fn steps_in_words(receipt: &Receipt) -> String {
 
 /// Value of a `--routing` flag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum RoutingArg {
+pub enum RoutingSource {
     /// The service runs the model's gate
     #[default]
     Gate,

@@ -80,7 +80,7 @@ pub struct SizeArgs {
 
 /// Bytes that a service needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Sizes {
+struct MemoryNeeds {
     /// `[ranks]`, weights of each rank.
     weights: Vec<u64>,
     /// Windows of one rank.
@@ -95,8 +95,8 @@ struct Sizes {
     processes: u64,
 }
 
-impl Sizes {
-    fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<Sizes, String> {
+impl MemoryNeeds {
+    fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<MemoryNeeds, String> {
         let ranks = args.ranks as usize;
         let placement =
             args.placement.as_deref().map(|path| read_placement(path, spec, ranks)).transpose()?;
@@ -145,7 +145,7 @@ impl Sizes {
                 gpu_bytes_of_ranks(spec, Fp8Products { of_mxfp4, ..GPU_PRODUCTS }, ranks, held)
             }
         };
-        Ok(Sizes {
+        Ok(MemoryNeeds {
             weights: weights.into_iter().map(padded).collect(),
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
@@ -193,12 +193,12 @@ fn text(args: &SizeArgs) -> Result<String, String> {
         layers::parse(&args.layers, layers::host_name).map_err(|problem| format!("--layers {problem}"))?;
     let checkpoint =
         Checkpoint::open_layers(args.checkpoint.folder(), choice).map_err(|error| error.to_string())?;
-    let sizes = Sizes::new(checkpoint.spec(), args)?;
+    let sizes = MemoryNeeds::new(checkpoint.spec(), args)?;
     Ok(block(&sizes, args, &checkpoint.spec().held.to_string()))
 }
 
 /// The sizes as comments, and the resources as YAML.
-fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
+fn block(sizes: &MemoryNeeds, args: &SizeArgs, held: &str) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "# {name:<10} {value}");
@@ -324,7 +324,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             synth::write(&SynthConfig { layers: 2, ..SynthConfig::new("mixtral") }, dir.path()).unwrap();
             let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
-            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size)
+            MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size)
         };
         let path = file.to_str().unwrap();
         let even = sizes("", &[]).unwrap();
@@ -333,7 +333,7 @@ mod tests {
         let placed =
             r#"{"ranks": 2, "layers": [{"layer": 1, "experts": [[0,1,2,3,4,5], [0,1,2,3,4,5,6,7]]}]}"#;
         let placed = sizes(placed, &["--placement", path]).unwrap();
-        let more = |sizes: &Sizes, rank: usize| sizes.weights[rank] - even.weights[rank];
+        let more = |sizes: &MemoryNeeds, rank: usize| sizes.weights[rank] - even.weights[rank];
         assert!(more(&placed, 0).abs_diff(more(&placed, 1) / 2) < 100, "{placed:?} {even:?}");
         // Two spare experts in each of two layers.
         let spare = sizes("", &["--spare-experts", "2"]).unwrap();
@@ -357,7 +357,7 @@ mod tests {
         let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
         let weights = |more: &[&str]| {
             let line = [&["size", "x", "--mxfp4-compute"], more].concat();
-            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
+            MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
         };
         let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
         assert!(fp8 > widened * 18 / 10 && fp8 < 2 * widened, "{widened} {fp8}");
@@ -372,9 +372,9 @@ mod tests {
             Checkpoint::open_layers(dir.path(), choice).unwrap().spec().clone()
         };
         let args = Cli::try_parse_from(["size", "x", "--ranks", "2"]).unwrap().size;
-        let all = Sizes::new(&spec(LayerChoice::All), &args).unwrap();
-        let share = Sizes::new(&spec(LayerChoice::Share { index: 0, of: 3 }), &args).unwrap();
-        let total = |sizes: &Sizes| sizes.weights.iter().sum::<u64>();
+        let all = MemoryNeeds::new(&spec(LayerChoice::All), &args).unwrap();
+        let share = MemoryNeeds::new(&spec(LayerChoice::Share { index: 0, of: 3 }), &args).unwrap();
+        let total = |sizes: &MemoryNeeds| sizes.weights.iter().sum::<u64>();
         assert!((3 * total(&share)).abs_diff(total(&all)) < 100, "{share:?} {all:?}");
         assert_eq!(all.windows, share.windows);
     }

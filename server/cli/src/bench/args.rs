@@ -10,7 +10,7 @@ use expertd_rank_cuda as gpu;
 use expertd_router::cluster::ClusterConfig;
 use expertd_types::{DType, Fp8Compute};
 
-use super::routing::RoutingArg;
+use super::routing::RoutingRule;
 use crate::ceilings;
 use crate::serve::plan::{self, PlanError, ServePlan};
 use crate::serve::settings::{Given, ServeArgs};
@@ -85,7 +85,7 @@ pub struct BenchArgs {
     /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
     /// (only those that rank 0 owns without a placement)
     #[arg(long, default_value = "gate")]
-    pub routing: RoutingArg,
+    pub routing: RoutingRule,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
     #[arg(long)]
     pub eager: bool,
