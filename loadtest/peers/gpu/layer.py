@@ -45,7 +45,7 @@ LAYERS = 2
 # Default number of steps per graph, each with its own rows.
 STEPS = 8
 # Replays go on for this long before any is timed, so that clocks are those of sustained work, and at least this long while they are.
-WARM_SECONDS, TIMED_SECONDS = 0.3, 0.2
+WARM_SECONDS, TIMED_SECONDS = 0.2, 0.15
 # Most timed replays.
 MOST_REPLAYS = 400
 # Where routing is skewed, logits are multiplied by this: about the deviation of the noise that makes softmax draw experts.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the peers' gate alone, in graphs like those of the peers, whose times contain it.
 
-torch_gate.py [--shape S] [--tokens T ...] [--steps N] [--replays N]
+peers_gate.py [--shape S] [--tokens T ...] [--steps N] [--replays N]
 """
 
 import statistics

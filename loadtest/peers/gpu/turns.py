@@ -25,6 +25,20 @@ PEERS = {
     "triton_kernels": ("triton_kernels_layer", ["mxfp4"]),
 }
 
+# What one H200 reaches: bytes/s read, and operations/s of products by format (docs/measurements/gpu-experts.md).
+MEMORY = 4.5e12
+PRODUCTS = {"bf16": 873e12, "fp8": 1330e12, "mxfp4": 873e12}
+# Bytes of a weight with its scales.
+WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 0.5 + 1 / 32}
+
+
+def floor_us(shape, dtype, tokens):
+    """The least time for even routing: that of reading the weights of experts with rows, or that of their products."""
+    active = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
+    weights = 3 * shape.hidden * shape.width
+    read = active * weights * WEIGHT_BYTES[dtype] / MEMORY
+    return max(read, 2 * tokens * shape.top_k * weights / PRODUCTS[dtype]) * 1e6
+
 
 def contenders(args):
     """(name, prepare, exact) of everything that is timed, ours first."""
@@ -41,6 +55,7 @@ def contenders(args):
 
 
 def row(tokens, names, figures, gate):
+    """A line of the table."""
     cells = [f"{figures[name]['median_us']:.1f}" if name in figures and "wrong" not in figures[name] else "-" for name in names]
     peers = [figures[name]["median_us"] for name in names if name in PEERS and name in figures and "wrong" not in figures[name]]
     ours = figures.get("expertd", {}).get("median_us")
@@ -61,7 +76,8 @@ def main():
     all_of = contenders(args)
     names = [name for name, _, _ in all_of]
     about = {"shape": args.shape, "format": args.dtype, "zipf": args.zipf, "gpu": torch.cuda.get_device_name(0)}
-    report, table = {**about, "sizes": []}, []
+    run = {**about, "ranks": 1, "ours": [], "peers": {name: [] for name in names[1:]}}
+    table = []
     with torch.inference_mode():
         for tokens in args.tokens:
             figures = {}
@@ -73,10 +89,16 @@ def main():
             rows = torch.randn(args.steps, tokens, shape.hidden, device=world.device).bfloat16()
             gates = lambda: [layers[0].route(step) for step in rows]
             gate = statistics.median(common.replay_times(world, gates, rows.normal_, args.replays, args.steps)[0])
-            report["sizes"].append({"tokens": tokens, "gate_us": round(gate, 2), "figures": figures})
             table.append(row(tokens, names, figures, gate))
+            for name, here in figures.items():
+                (run["ours"] if name == "expertd" else run["peers"][name]).append(here)
+            if "expertd" in figures:
+                figures["expertd"]["without_copies_seconds"] = figures["expertd"]["median_us"] / 1e6
+                figures["expertd"]["peers_gate_us"] = round(gate, 2)
+                if not args.zipf:
+                    figures["expertd"]["floor"] = {"step_seconds": floor_us(shape, args.dtype, tokens) / 1e6}
             if args.json:
-                Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+                Path(args.json).write_text(json.dumps({"runs": [run]}, indent=1) + "\n")
     print(f"\n{args.shape}, {args.dtype}, zipf {args.zipf}, {about['gpu']}, medians in µs")
     columns = ["rows", *names, "best peer / expertd", "peers' gate", "SM MHz, in the columns' order"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n" + "\n".join(table), flush=True)
