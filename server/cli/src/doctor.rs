@@ -7,10 +7,10 @@ use clap::Args;
 use serde_json::json;
 
 use expertd_compute::linalg::SimdLevel;
+use expertd_core::cluster::{available_cores, numa_nodes, usable};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank::share::available_memory;
 use expertd_rank_cuda::{self as gpu, Check};
-use expertd_router::cluster::{available_cores, numa_nodes, usable};
 use expertd_shm::SharedRegion;
 
 /// Smallest amount of available memory, in bytes, that the check accepts.

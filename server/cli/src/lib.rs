@@ -29,7 +29,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
+use expertd_telemetry::{LogFormat, flush_logs, init_logs};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
