@@ -7,6 +7,7 @@ pub mod bench;
 pub mod call;
 pub mod ceilings;
 pub mod client;
+mod cores;
 pub mod demo;
 pub mod doctor;
 pub mod drain;
@@ -22,6 +23,7 @@ pub mod size;
 pub mod status;
 pub mod synth;
 pub mod verify;
+mod weight_bytes;
 
 use std::fmt::Display;
 use std::future::Future;

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{GPU_PRODUCTS, bytes, bytes_of_ranks, gpu_bytes_of_ranks};
+use super::inspect::{GPU_PRODUCTS, bytes};
 use super::serve::layers;
+use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
 use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;

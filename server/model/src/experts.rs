@@ -4,7 +4,7 @@
 use super::matrices::{has_matrix, matrix, mxfp4, plain_format, scale_grid};
 use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
 use super::quantised::Nvfp4Stack;
-use super::resolve::{Context, vector};
+use super::context::{Context, vector};
 use super::store::{Store, TensorId};
 use super::{ModelError, plan};
 use crate::WeightFormat;

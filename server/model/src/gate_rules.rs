@@ -3,7 +3,8 @@
 use super::config::Config;
 use super::family::{Family, GroupRule, LayerRule, NormaliseRule, ScoreRule};
 use super::gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
-use super::{ModelError, resolve::MAX_EXPERTS, resolve::MAX_LAYERS};
+use super::ModelError;
+use super::context::{MAX_EXPERTS, MAX_LAYERS};
 
 /// The kind of a decoder layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

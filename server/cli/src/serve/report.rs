@@ -9,7 +9,7 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::{ServePlan, SessionPlan};
 use super::settings::{Shown, Source};
-use crate::inspect::gpu_bytes_of_ranks;
+use crate::weight_bytes::gpu_bytes_of_ranks;
 use expertd_core::backend::{Backend, RankState, ServiceState};
 use expertd_core::listen::Address;
 use expertd_core::steps::Service;

@@ -1,7 +1,6 @@
 //! The router's side of the EP group: children, supervision, generations, liveness.
 
 mod config;
-mod cores;
 mod fault;
 mod group;
 mod observed;
@@ -9,7 +8,6 @@ mod process;
 mod weights;
 
 pub use config::{ClusterConfig, MakeWindows};
-pub use cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 pub(crate) use fault::{Fault, FaultKind};
 pub(crate) use group::{Group, StepDone};
 pub(crate) use observed::ObservedTime;

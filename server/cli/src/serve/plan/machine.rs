@@ -7,7 +7,7 @@ use super::devices::{Devices, Host, MAX_RANKS};
 use super::values::{derive, value, within};
 use crate::inventory;
 use crate::serve::settings::{Given, parse_cores};
-use expertd_core::cluster::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
+use crate::cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda as gpu;
 use expertd_shm::wait::SPIN_TIME;

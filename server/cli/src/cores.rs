@@ -4,7 +4,7 @@ use std::fs;
 
 /// Cores that this process may run on, ascending.
 #[must_use]
-pub fn available_cores() -> Vec<usize> {
+pub(crate) fn available_cores() -> Vec<usize> {
     match rustix::thread::sched_getaffinity(None) {
         Ok(set) => (0..rustix::thread::CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect(),
         Err(_) => (0..std::thread::available_parallelism().map_or(1, usize::from)).collect(),
@@ -13,13 +13,13 @@ pub fn available_cores() -> Vec<usize> {
 
 /// Number of `cores` that this process may keep busy. A container's quota may allow fewer than the cores that it sees.
 #[must_use]
-pub fn usable(cores: &[usize]) -> usize {
+pub(crate) fn usable(cores: &[usize]) -> usize {
     std::thread::available_parallelism().map_or(cores.len(), usize::from).min(cores.len())
 }
 
 /// The cores of each NUMA node that are among `cores`; one node if the machine does not report nodes.
 #[must_use]
-pub fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
+pub(crate) fn numa_nodes(cores: &[usize]) -> Vec<Vec<usize>> {
     let nodes = numbered_nodes(cores);
     if nodes.is_empty() { vec![cores.to_vec()] } else { nodes.into_iter().map(|(_, cores)| cores).collect() }
 }
@@ -56,7 +56,7 @@ fn parse_list(text: &str) -> Vec<usize> {
 /// Divides `cores` among `ranks`. A rank's cores are neighbours, and the ranks' numbers of cores differ by at most one. With
 /// fewer cores than ranks, several ranks share a core.
 #[must_use]
-pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
+pub(crate) fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
     if cores.len() < ranks {
         return (0..ranks).map(|rank| vec![cores[rank % cores.len().max(1)]]).collect();
     }
@@ -73,7 +73,7 @@ pub fn share_cores(cores: &[usize], ranks: usize) -> Vec<Vec<usize>> {
 /// Divides `cores` among ranks whose devices are attached to NUMA nodes. Each rank gets cores of its node, disjoint from
 /// other ranks' if there are enough. Falls back to [`share_cores`] if a rank's node is unknown or has none of these cores.
 #[must_use]
-pub fn share_cores_near(cores: &[usize], nodes_of_ranks: &[Option<usize>]) -> Vec<Vec<usize>> {
+pub(crate) fn share_cores_near(cores: &[usize], nodes_of_ranks: &[Option<usize>]) -> Vec<Vec<usize>> {
     share_near(cores, &numbered_nodes(cores), nodes_of_ranks)
 }
 
