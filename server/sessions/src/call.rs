@@ -17,7 +17,7 @@ use expertd_types::LayerId;
 
 use crate::completion::{completion, failed};
 use crate::session::Session;
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// The text of a call that was dropped without an answer.
 const GIVEN_UP: &str = "the call was given up by the step loop; try it again";

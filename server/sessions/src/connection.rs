@@ -16,7 +16,7 @@ use crate::opening::open;
 use crate::registry::SessionRegistry;
 use crate::session::Opener;
 use crate::shared::{Opening, Shared};
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// How long a client may take to open a session after it has connected.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);

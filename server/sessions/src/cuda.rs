@@ -25,7 +25,7 @@ use crate::call::{Call, CallEnd, Places, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// How long the thread of doorbells polls without a pause after a call, where cores are spare: an engine computes between two calls.
 const BUSY_AFTER_CALL: Duration = Duration::from_millis(10);

@@ -27,7 +27,7 @@ use crate::registry::SessionRegistry;
 use crate::release::HeldRegion;
 use crate::session::{Opener, Session};
 use crate::shared::{SessionConfig, Shared};
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// Calls in flight of the sessions under test.
 const CALLS: u32 = 4;

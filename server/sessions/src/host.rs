@@ -25,7 +25,7 @@ use crate::call::{Call, CallEnd, Places, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// How long the thread that takes a session's requests spins before it sleeps.
 #[derive(Clone, Copy, Debug)]

@@ -26,7 +26,6 @@ mod registry;
 mod release;
 mod session;
 mod shared;
-mod steps;
 
 pub use limits::{MAX_OPENING, SessionLimits};
 pub use listener::SessionServer;

@@ -16,7 +16,7 @@ use metrics::{counter, gauge};
 
 use crate::limits::{MAX_OPENING, SessionLimits};
 use crate::registry::SessionRegistry;
-use crate::steps::Steps;
+use expertd_core::steps::Steps;
 
 /// Encodes the description of a model, as GetModel answers it.
 pub type DescribeModel = Box<dyn Fn(&Arc<ModelInfo>) -> Bytes + Send + Sync>;

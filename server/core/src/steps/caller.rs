@@ -3,14 +3,15 @@
 use std::fmt;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 use bytes::Bytes;
-use expertd_ipc::control::MemoryKind;
+use expertd_ipc::control::{DeviceKind, MemoryKind};
 use expertd_ipc::{Raise, RowSource};
 use expertd_types::{ChunkedBytes, MemoryId};
 use tokio::sync::oneshot;
 
-use crate::backend::{Answer, Attachment, CallError, Receipt, StepError};
+use crate::backend::{Answer, Attachment, CallError, ModelInfo, Receipt, Request, StepError};
 use expertd_telemetry::names;
 
 /// Who raises the completion word of a call.
@@ -92,4 +93,22 @@ pub trait ClientMemory: Send + Sync + fmt::Debug {
 
     /// Ends the client's use of it. Must not wait for the client.
     fn end(&self, reason: String);
+}
+
+/// What takes the calls of clients that lend their memory: the step loop, or a replacement in tests.
+pub trait Steps: Send + Sync {
+    /// The model that it serves.
+    fn model(&self) -> Arc<ModelInfo>;
+
+    /// The ranks' device.
+    fn device(&self) -> DeviceKind;
+
+    /// Takes in a validated request, whose `caller` gets its answer or its failure.
+    fn take_in(&self, request: Request, caller: Box<dyn Caller>);
+
+    /// Takes note of a client's memory, which ranks then attach.
+    fn memory_opened(&self, memory: Box<dyn ClientMemory>);
+
+    /// Takes note that no further call names a client's memory.
+    fn memory_ended(&self, memory: MemoryId);
 }

@@ -9,7 +9,7 @@ mod service;
 mod shared;
 mod thread;
 
-pub use caller::{Caller, ClientMemory, Raising};
+pub use caller::{Caller, ClientMemory, Raising, Steps};
 pub use config::{ReloadContext, ReloadPlan, ReloadPlanner, SchedulerConfig, ServiceEnd};
 pub use expertd_scheduler::OnFault;
 pub use service::{Service, StartError};

@@ -13,7 +13,7 @@ use expertd_telemetry::names;
 use expertd_types::MemoryId;
 use tokio::sync::{oneshot, watch};
 
-use super::caller::{Caller, ClientMemory, MessageCaller};
+use super::caller::{Caller, ClientMemory, MessageCaller, Steps};
 use super::config::{ReloadContext, ReloadPlan, SchedulerConfig, ServiceEnd};
 use super::shared::{MemoryMail, Payload, ReloadMail, Shared};
 use super::thread::{self, StepLoop};
@@ -106,29 +106,6 @@ impl Service {
         let _ = self.shared.sessions.set(Box::new(list));
     }
 
-    /// The ranks' device.
-    #[must_use]
-    pub fn device(&self) -> DeviceKind {
-        self.shared.reload.device
-    }
-
-    /// Tells the step loop of a client's memory, which ranks then attach.
-    pub fn memory_opened(&self, memory: Box<dyn ClientMemory>) {
-        self.shared.send_memory(MemoryMail::Opened(memory));
-    }
-
-    /// Tells the step loop that no further call names a client's memory.
-    pub fn memory_ended(&self, memory: MemoryId) {
-        self.shared.send_memory(MemoryMail::Ended(memory));
-    }
-
-    /// Takes in a validated request, whose `caller` gets its answer or its failure.
-    pub fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
-        if let Err((refusal, caller)) = self.enter(request, caller) {
-            caller.fail(CallError::Refused(refusal));
-        }
-    }
-
     /// Leaves a request for the step loop, or returns its caller with the reason why it is not admitted.
     fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (SubmitError, Box<dyn Caller>)> {
         let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
@@ -189,6 +166,30 @@ impl From<Refusal> for SubmitError {
             }
             Refusal::DeadlineExceeded => SubmitError::DeadlineExceeded,
         }
+    }
+}
+
+impl Steps for Service {
+    fn model(&self) -> Arc<ModelInfo> {
+        Backend::model(self)
+    }
+
+    fn device(&self) -> DeviceKind {
+        self.shared.reload.device
+    }
+
+    fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
+        if let Err((refusal, caller)) = self.enter(request, caller) {
+            caller.fail(CallError::Refused(refusal));
+        }
+    }
+
+    fn memory_opened(&self, memory: Box<dyn ClientMemory>) {
+        self.shared.send_memory(MemoryMail::Opened(memory));
+    }
+
+    fn memory_ended(&self, memory: MemoryId) {
+        self.shared.send_memory(MemoryMail::Ended(memory));
     }
 }
 

@@ -6,7 +6,6 @@ use expertd_core::backend::{
     Answer, Attachment, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState,
     ServiceStatus,
 };
-use expertd_core::failure::Failure;
 use expertd_types::DType;
 use expertd_types::uuid_text;
 
@@ -212,13 +211,4 @@ pub(crate) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
         ranks: layer.ranks.into_iter().map(|rows| v1::RankExpertRows { rows }).collect(),
     };
     v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
-}
-
-/// The status of a request whose backend was dropped without an answer.
-pub(crate) fn abandoned() -> Failure {
-    expertd_core::backend::StepError::Unavailable {
-        reason: "the scheduler dropped the request".to_owned(),
-        retry_after: std::time::Duration::from_millis(500),
-    }
-    .into()
 }

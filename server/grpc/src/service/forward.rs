@@ -1,8 +1,9 @@
-//! What unary calls and streams have in common: a request is taken in.
+//! What unary calls and streams have in common: a request is taken in and answered.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use expertd_core::backend::{Backend, Pending};
+use expertd_core::backend::{Backend, Pending, StepError};
 use expertd_core::failure::Failure;
 use expertd_core::validate::Envelope;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse};
@@ -40,4 +41,16 @@ pub(crate) fn take_in(
     request.rows = request.rows.into_iter().map(|piece| guarded(piece, Arc::clone(&ticket))).collect();
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
     Ok(Taken::Pending(backend.submit(request)?))
+}
+
+/// Waits for the answer of a request that was taken in.
+pub(crate) async fn answer(pending: Pending, trace: Option<&RequestTrace>) -> Result<ForwardResponse, Failure> {
+    let mut answer = pending.await.map_err(|_| {
+        let reason = "the scheduler dropped the request".to_owned();
+        StepError::Unavailable { reason, retry_after: Duration::from_millis(500) }
+    })??;
+    if let Some(trace) = trace {
+        answer.receipt.move_timings_to(trace);
+    }
+    Ok(convert::response(answer))
 }

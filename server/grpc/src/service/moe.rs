@@ -10,14 +10,13 @@ use expertd_proto::v1::{
 use tonic::{Request, Response, Status, Streaming};
 
 use expertd_core::backend::Backend;
-use expertd_core::failure::Failure;
 use expertd_core::validate::check_model;
 use expertd_telemetry::RequestMetrics;
 
 use super::call::Call;
 use super::convert;
-use super::forward::{Taken, take_in};
-use super::stream::AnswerStream;
+use super::forward::{Taken, answer, take_in};
+use super::stream::{Answers, answers};
 use crate::status::status_of;
 
 /// `expertd.v1.Moe` over a backend.
@@ -55,35 +54,21 @@ impl Moe for MoeService {
         call.count_tokens(tokens);
         let response = match taken {
             Taken::Answered(response) => *response,
-            Taken::Pending(pending) => match pending.await {
-                Ok(Ok(mut answer)) => {
-                    if let Some(trace) = trace {
-                        answer.receipt.move_timings_to(trace);
-                    }
-                    convert::response(answer)
-                }
-                Ok(Err(error)) => return Err(status_of(Failure::from(error))),
-                Err(_) => return Err(status_of(convert::abandoned())),
-            },
+            Taken::Pending(pending) => answer(pending, trace).await.map_err(status_of)?,
         };
         call.charges.leave(ticket);
         Ok(Response::new(response))
     }
 
-    type ForwardStreamStream = AnswerStream;
+    type ForwardStreamStream = Answers;
 
     async fn forward_stream(
         &self,
         request: Request<Streaming<ForwardStreamRequest>>,
-    ) -> Result<Response<AnswerStream>, Status> {
+    ) -> Result<Response<Answers>, Status> {
         let call = call_of(&request)?;
-        let backend = Arc::clone(&self.backend);
-        Ok(Response::new(AnswerStream::new(
-            backend,
-            Arc::clone(&self.stream_metrics),
-            call,
-            request.into_inner(),
-        )))
+        let (backend, metrics) = (Arc::clone(&self.backend), Arc::clone(&self.stream_metrics));
+        Ok(Response::new(answers(backend, metrics, call, request.into_inner())))
     }
 
     async fn list_models(

@@ -4,45 +4,65 @@
 //! further task or queue. It reads no requests from a client that reads no answers, which bounds the client's memory here.
 
 use std::collections::HashSet;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use expertd_core::backend::Backend;
+use expertd_core::failure::Failure;
 use expertd_proto::v1::{
     ForwardResponse, ForwardStreamRequest, ForwardStreamResponse, forward_stream_response::Result as Outcome,
 };
-use futures_util::Stream;
-use futures_util::stream::FuturesUnordered;
-use tokio::time::Sleep;
-use tokio_util::sync::WaitForCancellationFutureOwned;
+use expertd_telemetry::{RequestMetrics, RequestTrace, code_name};
+use futures_util::stream::{FuturesUnordered, unfold};
+use futures_util::{Stream, StreamExt as _};
+use tokio::time::{Sleep, sleep_until};
 use tonic::{Code, Status, Streaming};
 
 use super::call::Call;
-use super::convert;
-use super::forward::{Taken, take_in};
+use super::forward::{Taken, answer, take_in};
 use crate::bytes::charges::Ticket;
 use crate::status::{request_status, status_of};
-use expertd_core::backend::{Backend, Pending};
-use expertd_core::failure::Failure;
-use expertd_telemetry::{RequestMetrics, RequestTrace, code_name};
 
-/// The answering side of a `ForwardStream`.
-pub(crate) struct AnswerStream {
+/// The answers of a stream.
+pub(crate) type Answers = Pin<Box<dyn Stream<Item = Result<ForwardStreamResponse, Status>> + Send>>;
+
+/// Answers the requests of a stream.
+pub(crate) fn answers(
+    backend: Arc<dyn Backend>,
+    metrics: Arc<RequestMetrics>,
+    call: Call,
+    inbound: Streaming<ForwardStreamRequest>,
+) -> Answers {
+    let open = Open {
+        max_in_flight: backend.model().limits.max_requests_per_stream.max(1) as usize,
+        deadline: call.deadline.map(|at| Box::pin(sleep_until(at.into()))),
+        backend,
+        metrics,
+        call,
+        inbound: Some(inbound),
+        in_flight: FuturesUnordered::new(),
+        ids: HashSet::new(),
+        end: None,
+    };
+    Box::pin(unfold(open, |mut open| async move { open.next().await.map(|answer| (answer, open)) }))
+}
+
+/// An open stream.
+struct Open {
     backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
     call: Call,
     /// `None` once the client has sent its last request.
     inbound: Option<Streaming<ForwardStreamRequest>>,
-    in_flight: FuturesUnordered<InFlight>,
+    in_flight: FuturesUnordered<Pin<Box<dyn Future<Output = Answered> + Send>>>,
+    /// The client's numbers of the requests in flight.
     ids: HashSet<u64>,
     max_in_flight: usize,
     deadline: Option<Pin<Box<Sleep>>>,
-    closing: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Status with which the stream ends after its last request in flight.
     end: Option<Status>,
-    over: bool,
 }
 
 /// An answer with its charge.
@@ -54,26 +74,57 @@ struct Answered {
     trace: Option<Arc<RequestTrace>>,
 }
 
-impl AnswerStream {
-    pub(crate) fn new(
-        backend: Arc<dyn Backend>,
-        metrics: Arc<RequestMetrics>,
-        call: Call,
-        inbound: Streaming<ForwardStreamRequest>,
-    ) -> AnswerStream {
-        let max_in_flight = backend.model().limits.max_requests_per_stream.max(1) as usize;
-        AnswerStream {
-            backend,
-            metrics,
-            inbound: Some(inbound),
-            in_flight: FuturesUnordered::new(),
-            ids: HashSet::new(),
-            max_in_flight,
-            deadline: call.deadline.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
-            closing: Box::pin(call.closing.clone().cancelled_owned()),
-            call,
-            end: None,
-            over: false,
+impl Open {
+    /// The next answer, or the status with which the stream ends. `None`: the stream has ended.
+    async fn next(&mut self) -> Option<Result<ForwardStreamResponse, Status>> {
+        loop {
+            if self.inbound.is_none() && self.in_flight.is_empty() {
+                return self.end.take().map(Err);
+            }
+            let has_room = self.in_flight.len() < self.max_in_flight;
+            tokio::select! {
+                biased;
+                () = reached(self.deadline.as_mut()) => return Some(Err(self.give_up())),
+                () = self.call.closing.cancelled(), if self.inbound.is_some() => {
+                    self.end_with(status_of(Failure::ShuttingDown));
+                }
+                Some(answered) = self.in_flight.next() => {
+                    self.ids.remove(&answered.id);
+                    return Some(Ok(self.send(answered)));
+                }
+                message = received(self.inbound.as_mut()), if has_room => {
+                    if let Some(answered) = self.receive(message) {
+                        return Some(Ok(self.send(answered)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads no further requests; the stream ends with `status` after the answers to those in flight.
+    fn end_with(&mut self, status: Status) {
+        (self.inbound, self.end) = (None, Some(status));
+    }
+
+    /// Takes in what the client has sent. Returns its answer if that is already known.
+    fn receive(&mut self, message: Option<Result<ForwardStreamRequest, Status>>) -> Option<Answered> {
+        match message {
+            Some(Ok(_)) if self.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
+                drop(self.call.charges.next_arrival());
+                self.end_with(status_of(Failure::Unauthenticated(
+                    "the token is no longer known to the service",
+                )));
+                None
+            }
+            Some(Ok(message)) => self.take(message),
+            Some(Err(status)) => {
+                self.end_with(status);
+                None
+            }
+            None => {
+                self.inbound = None;
+                None
+            }
         }
     }
 
@@ -87,11 +138,8 @@ impl AnswerStream {
             Some(ticket) => self.submit(message, ticket, started, trace.clone()).map_err(status_of),
             None => Err(Status::internal("the message was not charged")),
         };
-        match result {
-            Ok(None) => None,
-            Ok(Some(response)) => Some(Answered { id, result: Ok(response), ticket, started, trace }),
-            Err(status) => Some(Answered { id, result: Err(status), ticket, started, trace }),
-        }
+        let result = result.transpose()?;
+        Some(Answered { id, result, ticket, started, trace })
     }
 
     fn submit(
@@ -110,146 +158,70 @@ impl AnswerStream {
         };
         let own =
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
-        let deadline = own.into_iter().chain(self.call.deadline).min();
-        let envelope = self.call.envelope(deadline);
+        let envelope = self.call.envelope(own.into_iter().chain(self.call.deadline).min());
         let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
         let taken = take_in(backend, metrics, request, envelope, Arc::clone(ticket), trace.as_deref())?;
         self.call.count_tokens(tokens);
-        match taken {
-            Taken::Answered(response) => Ok(Some(*response)),
-            Taken::Pending(pending) => {
-                self.ids.insert(id);
-                self.in_flight.push(InFlight {
-                    id,
-                    pending,
-                    // The stream itself checks its own deadline, for all its requests.
-                    deadline: own.map(|at| Box::pin(tokio::time::sleep_until(at.into()))),
-                    ticket: Some(Arc::clone(ticket)),
-                    started,
-                    trace,
-                });
-                Ok(None)
-            }
-        }
+        let pending = match taken {
+            Taken::Answered(response) => return Ok(Some(*response)),
+            Taken::Pending(pending) => pending,
+        };
+        self.ids.insert(id);
+        let ticket = Some(Arc::clone(ticket));
+        self.in_flight.push(Box::pin(async move {
+            let answer = answer(pending, trace.as_deref());
+            // The stream itself checks its own deadline, for all its requests.
+            let result = match own {
+                Some(at) => tokio::time::timeout_at(at.into(), answer).await,
+                None => Ok(answer.await),
+            };
+            let result = result.unwrap_or(Err(Failure::DeadlineExceeded)).map_err(status_of);
+            Answered { id, result, ticket, started, trace }
+        }));
+        Ok(None)
     }
 
-    fn send(&mut self, answered: Answered) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
-        let code = answered.result.as_ref().map_or_else(Status::code, |_| Code::Ok);
-        self.metrics.answered(code_name(code as u32), answered.started.elapsed());
-        if let Some(trace) = answered.trace {
-            trace.end(code as u32);
+    fn send(&self, answered: Answered) -> ForwardStreamResponse {
+        let Answered { id, result, ticket, started, trace } = answered;
+        let code = result.as_ref().map_or_else(Status::code, |_| Code::Ok) as u32;
+        self.metrics.answered(code_name(code), started.elapsed());
+        if let Some(trace) = trace {
+            trace.end(code);
         }
-        let outcome = match answered.result {
+        ticket.into_iter().for_each(|ticket| self.call.charges.leave(ticket));
+        let outcome = match result {
             Ok(response) => Outcome::Response(response),
             Err(status) => Outcome::Status(request_status(&status)),
         };
-        answered.ticket.into_iter().for_each(|ticket| self.call.charges.leave(ticket));
-        Poll::Ready(Some(Ok(ForwardStreamResponse { id: answered.id, result: Some(outcome) })))
+        ForwardStreamResponse { id, result: Some(outcome) }
     }
 
-    /// Ends the stream now and cancels its requests in flight.
-    fn finish(&mut self, status: Option<Status>) -> Poll<Option<Result<ForwardStreamResponse, Status>>> {
-        self.over = true;
-        self.inbound = None;
+    /// Ends the stream at its deadline and cancels its requests in flight. Returns its status.
+    fn give_up(&mut self) -> Status {
+        let status = status_of(Failure::DeadlineExceeded);
         for _ in 0..self.in_flight.len() {
-            let code = status.as_ref().map_or(Code::Cancelled, Status::code);
-            self.metrics.answered(code_name(code as u32), Duration::ZERO);
+            self.metrics.answered(code_name(status.code() as u32), Duration::ZERO);
         }
+        (self.inbound, self.end) = (None, None);
         self.in_flight.clear();
-        Poll::Ready(status.map(Err))
+        status
     }
 }
 
-impl Stream for AnswerStream {
-    type Item = Result<ForwardStreamResponse, Status>;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = &mut *self;
-        if this.over {
-            return Poll::Ready(None);
-        }
-        if let Some(deadline) = &mut this.deadline
-            && deadline.as_mut().poll(cx).is_ready()
-        {
-            return this.finish(Some(status_of(Failure::DeadlineExceeded)));
-        }
-        if this.inbound.is_some() && this.closing.as_mut().poll(cx).is_ready() {
-            this.inbound = None;
-            this.end = Some(status_of(Failure::ShuttingDown));
-        }
-        loop {
-            if let Poll::Ready(Some(answered)) = Pin::new(&mut this.in_flight).poll_next(cx) {
-                this.ids.remove(&answered.id);
-                return this.send(answered);
-            }
-            let Some(inbound) = &mut this.inbound else {
-                if this.in_flight.is_empty() {
-                    let end = this.end.take();
-                    return this.finish(end);
-                }
-                return Poll::Pending;
-            };
-            if this.in_flight.len() >= this.max_in_flight {
-                return Poll::Pending;
-            }
-            match Pin::new(inbound).poll_next(cx) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Some(Ok(_))) if this.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
-                    drop(this.call.charges.next_arrival());
-                    this.end = Some(status_of(Failure::Unauthenticated(
-                        "the token is no longer known to the service",
-                    )));
-                    this.inbound = None;
-                }
-                Poll::Ready(Some(Ok(message))) => {
-                    if let Some(answered) = this.take(message) {
-                        return this.send(answered);
-                    }
-                }
-                Poll::Ready(Some(Err(status))) => {
-                    this.end = Some(status);
-                    this.inbound = None;
-                }
-                Poll::Ready(None) => this.inbound = None,
-            }
-        }
+/// Resolves at a deadline, if there is one.
+async fn reached(deadline: Option<&mut Pin<Box<Sleep>>>) {
+    match deadline {
+        Some(deadline) => deadline.await,
+        None => pending().await,
     }
 }
 
-/// A submitted request of the stream.
-struct InFlight {
-    id: u64,
-    pending: Pending,
-    deadline: Option<Pin<Box<Sleep>>>,
-    ticket: Option<Ticket>,
-    started: Instant,
-    trace: Option<Arc<RequestTrace>>,
-}
-
-impl Future for InFlight {
-    type Output = Answered;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered> {
-        let this = &mut *self;
-        let result = match Pin::new(&mut this.pending).poll(cx) {
-            Poll::Ready(Ok(Ok(mut answer))) => {
-                if let Some(trace) = &this.trace {
-                    answer.receipt.move_timings_to(trace);
-                }
-                Ok(convert::response(answer))
-            }
-            Poll::Ready(Ok(Err(error))) => Err(status_of(Failure::from(error))),
-            Poll::Ready(Err(_)) => Err(status_of(convert::abandoned())),
-            Poll::Pending => {
-                let late =
-                    this.deadline.as_mut().is_some_and(|deadline| deadline.as_mut().poll(cx).is_ready());
-                if !late {
-                    return Poll::Pending;
-                }
-                Err(status_of(Failure::DeadlineExceeded))
-            }
-        };
-        let (ticket, trace) = (this.ticket.take(), this.trace.take());
-        Poll::Ready(Answered { id: this.id, result, ticket, started: this.started, trace })
+/// The next message of the client, unless it has sent its last one.
+async fn received(
+    inbound: Option<&mut Streaming<ForwardStreamRequest>>,
+) -> Option<Result<ForwardStreamRequest, Status>> {
+    match inbound {
+        Some(inbound) => inbound.next().await,
+        None => pending().await,
     }
 }
