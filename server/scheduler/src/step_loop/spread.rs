@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use expertd_types::Rank;
 
+use super::RankRows;
 use crate::RequestKey;
-use crate::step_loop::RankRows;
 
 /// Number of rows of each rank if `total` rows are spread evenly over `ranks`; the first ranks take the remainder.
 pub fn spread(total: usize, ranks: usize) -> impl Iterator<Item = usize> {
@@ -14,7 +14,7 @@ pub fn spread(total: usize, ranks: usize) -> impl Iterator<Item = usize> {
 
 /// Cuts the `total` rows of a step, given request by request, into ranges that fill the ranks evenly. The ranges of a request are in
 /// the order of its rows.
-pub(crate) fn cut(
+pub(super) fn cut(
     requests: impl Iterator<Item = (RequestKey, Range<usize>)>,
     total: usize,
     ranks: usize,
