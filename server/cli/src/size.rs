@@ -8,8 +8,8 @@ use clap::Args;
 
 use super::inspect::{GPU_PRODUCTS, bytes};
 use super::serve::layers;
-use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;

@@ -1,11 +1,11 @@
 //! What the resolution of every part of a checkpoint needs: values of the whole model, bounds, vectors.
 
+use super::ModelError;
 use super::config::Config;
 use super::family::Family;
 use super::plan::VectorRef;
 use super::quant::Quantization;
 use super::store::Store;
-use super::ModelError;
 use crate::Activation;
 
 /// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.

@@ -1,7 +1,7 @@
 //! Conversion of stored weight elements to values.
 
-use crate::{GroupScales, INT4_ZERO, MatrixView, ScaleFormat, Scales, WeightFormat};
 pub use crate::codes::{FP4, e8m0_bf16, fp4_e2m1, fp8_e4m3};
+use crate::{GroupScales, INT4_ZERO, MatrixView, ScaleFormat, Scales, WeightFormat};
 
 impl MatrixView<'_> {
     /// Index of element `(row, col)`, in elements.

@@ -44,7 +44,10 @@ pub(crate) fn take_in(
 }
 
 /// Waits for the answer of a request that was taken in.
-pub(crate) async fn answer(pending: Pending, trace: Option<&RequestTrace>) -> Result<ForwardResponse, Failure> {
+pub(crate) async fn answer(
+    pending: Pending,
+    trace: Option<&RequestTrace>,
+) -> Result<ForwardResponse, Failure> {
     let mut answer = pending.await.map_err(|_| {
         let reason = "the scheduler dropped the request".to_owned();
         StepError::Unavailable { reason, retry_after: Duration::from_millis(500) }
