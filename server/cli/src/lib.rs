@@ -39,7 +39,7 @@ use expertd_telemetry::{LogFormat, flush_logs, init_logs};
 #[derive(Parser, Debug)]
 #[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
 struct Cli {
-    /// Filter of the log on standard error: a level, or directives such as info,expertd::scheduler=debug
+    /// Filter of the log on standard error: a level, or directives such as info,expertd_core::steps=debug
     #[arg(
         long,
         global = true,

@@ -1,5 +1,5 @@
 //! The core of the router rank: it checks requests, forms steps and supervises the expert ranks. It touches no device, and knows neither
-//! gRPC nor sessions: whoever wants rows computed is a [`steps::Caller`].
+//! gRPC nor sessions: everything that wants rows computed is a [`steps::Caller`].
 //!
 //! * [`backend`]: requests, answers and states as plain data, and the trait that the service offers.
 //! * [`validate`]: what a call asks for becomes a request, or a [`failure`].

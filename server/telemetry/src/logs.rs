@@ -67,7 +67,7 @@ pub enum LogFormat {
 pub enum LogError {
     /// The filter does not parse.
     #[error(
-        "--log {filter:?}: {reason}; expected a level (error, warn, info, debug, trace) or directives such as `info,expertd::scheduler=debug`"
+        "--log {filter:?}: {reason}; expected a level (error, warn, info, debug, trace) or directives such as `info,expertd_core::steps=debug`"
     )]
     Filter {
         /// The filter.
