@@ -5,7 +5,7 @@ use expertd_rank_cuda as gpu;
 use expertd_types::{Fp8Products, LayerId, Rank};
 
 /// `[ranks]`: bytes of weights of ranks that hold `held` routed experts of each layer, and all shared experts and gates.
-pub fn bytes_of_ranks(
+pub(crate) fn bytes_of_ranks(
     spec: &ModelSpec,
     ranks: usize,
     held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
@@ -21,7 +21,7 @@ pub fn bytes_of_ranks(
 }
 
 /// The same in the memory of GPUs.
-pub fn gpu_bytes_of_ranks(
+pub(crate) fn gpu_bytes_of_ranks(
     spec: &ModelSpec,
     products: Fp8Products,
     ranks: usize,

@@ -5,10 +5,12 @@
 //! * [`validate`]: what a call asks for becomes a request, or a [`failure`].
 //! * [`steps`]: the step loop's thread and the service in front of it.
 //! * [`cluster`]: one generation of the EP group; child processes.
+//! * [`apart`]: drops on threads of their own.
 //! * [`listen`]: addresses, and Unix-domain sockets with their files.
 
 #![forbid(unsafe_code)]
 
+pub mod apart;
 mod attachments;
 pub mod backend;
 pub mod cluster;

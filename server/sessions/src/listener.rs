@@ -6,10 +6,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use expertd_core::apart::drop_apart;
 use expertd_core::backend::client_key;
 use expertd_core::listen::{BindError, UnixSocket};
 use expertd_core::steps::{ClientMemory as _, Service};
+use expertd_ipc::control::DeviceKind;
+use expertd_ipc::passing::allow_passed_descriptors;
 use expertd_telemetry::progress;
+use std::os::unix::net::UnixStream;
 use tokio_util::sync::CancellationToken;
 
 use crate::connection::serve;
@@ -45,6 +49,9 @@ impl SessionServer {
         let own = rustix::process::geteuid().as_raw();
         let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
         let listener = UnixSocket::bind(&config.listen, mode)?;
+        if let Err(error) = allow_passed_descriptors(listener.listener(), false) {
+            tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
+        }
         let registry = Arc::<SessionRegistry>::default();
         let listed = Arc::clone(&registry);
         service.list_sessions_with(move || listed.status());
@@ -56,10 +63,11 @@ impl SessionServer {
         let heartbeat = progress::need("the task that accepts sessions");
         loop {
             heartbeat.tick();
+            let may_accept = self.shared.refusing.has_room();
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(progress::TICK) => {}
-                accepted = self.listener.accept() => match accepted {
+                accepted = self.listener.accept(), if may_accept => match accepted {
                     Ok((stream, _)) => connected(&self.shared, stream),
                     Err(error) => {
                         tracing::debug!(%error, "could not accept a session");
@@ -93,14 +101,17 @@ fn connected(shared: &Arc<Shared>, stream: tokio::net::UnixStream) {
     });
     let (Ok(peer), Ok(socket)) = (peer, prepared) else { return };
     let user = peer.uid();
-    // Refusals are a few bytes, which an empty socket always takes.
     if let Err(text) = shared.check_user(user) {
-        return shared.refuse(&socket, "user", &text);
+        return turn_away(shared, socket, "user", &text);
     }
-    let opening = match shared.begin_opening(user) {
-        Ok(opening) => opening,
-        Err(text) => return shared.refuse(&socket, "limit", &text),
+    let mut opening = match shared.begin_opening(user) {
+        Ok(opening) => Some(opening),
+        Err(text) => return turn_away(shared, socket, "limit", &text),
     };
+    // Only clients of CUDA sessions pass a descriptor.
+    if shared.steps.device() == DeviceKind::Cuda {
+        let _ = allow_passed_descriptors(&socket, true);
+    }
     let connected = shared.connected_again();
     let opener = Opener {
         user,
@@ -109,16 +120,28 @@ fn connected(shared: &Arc<Shared>, stream: tokio::net::UnixStream) {
     };
     let thread = std::thread::Builder::new().name("session".to_owned());
     let started = thread.spawn(move || {
-        let served = serve(connected.shared(), &socket, opener, Some(opening));
+        let served = serve(connected.shared(), &socket, opener, &mut opening);
         // A client that keeps its socket does not delay the end of the service.
         drop(connected);
         match served {
-            Ok(Some(ended)) => ended.wait_for_client(&socket),
-            Ok(None) => {}
-            Err(error) => tracing::debug!(user, %error, "the socket of a client broke"),
+            Ok(Some(ended)) => ended.wait_for_client(socket),
+            Ok(None) => drop(socket),
+            Err(error) => {
+                tracing::debug!(user, %error, "the socket of a client broke");
+                drop(socket);
+            }
         }
+        // A client counts until its socket is closed, which can take as long as it likes.
+        drop(opening);
     });
     if let Err(error) = started {
         tracing::warn!(%error, "cannot start the thread of a session");
     }
+}
+
+/// Tells a client why it is turned away, and closes its socket on a thread of its own.
+fn turn_away(shared: &Shared, socket: UnixStream, reason: &'static str, text: &str) {
+    // A few bytes, which an empty socket always takes.
+    shared.refuse(&socket, reason, text);
+    drop_apart((socket, shared.refusing.begin()));
 }

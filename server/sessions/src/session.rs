@@ -25,7 +25,7 @@ pub(crate) struct Opener {
 pub(crate) struct Session {
     number: u64,
     opener: Opener,
-    socket: UnixStream,
+    socket: Arc<UnixStream>,
     opened: Instant,
     /// Whether the client was told that the session is open.
     is_open: AtomicBool,
@@ -42,7 +42,7 @@ impl Session {
         Session {
             number,
             opener,
-            socket,
+            socket: Arc::new(socket),
             opened: Instant::now(),
             is_open: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
@@ -56,6 +56,11 @@ impl Session {
 
     pub(crate) const fn number(&self) -> u64 {
         self.number
+    }
+
+    /// The client's socket.
+    pub(crate) const fn socket(&self) -> &Arc<UnixStream> {
+        &self.socket
     }
 
     pub(crate) const fn user(&self) -> u32 {

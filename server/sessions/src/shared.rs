@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use expertd_core::apart::Closing;
 use expertd_core::backend::ModelInfo;
 use expertd_session::socket;
 use expertd_session::wire::frame;
@@ -49,6 +50,8 @@ pub(crate) struct Shared {
     connections: AtomicUsize,
     /// Clients by user that are connected and have not opened a session.
     opening: Mutex<HashMap<u32, usize>>,
+    /// Clients that are being refused.
+    pub(crate) refusing: Closing,
     /// When each of [`REFUSALS`] was logged.
     refused: Mutex<[Rarely; REFUSALS.len()]>,
 }
@@ -106,8 +109,8 @@ impl Shared {
         gauge!(names::SESSIONS).set(0.0);
         gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
-        let (opening, refused) = (Mutex::default(), Mutex::default());
-        Shared { config, steps, registry, metrics, describe, next, connections, opening, refused }
+        let (opening, refusing, refused) = (Mutex::default(), Closing::default(), Mutex::default());
+        Shared { config, steps, registry, metrics, describe, next, connections, opening, refusing, refused }
     }
 
     /// Threads of connections and sessions that have not ended, without those that wait for the clients of ended sessions.

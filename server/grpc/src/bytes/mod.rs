@@ -5,3 +5,4 @@ pub(crate) mod answer;
 pub(crate) mod body;
 pub(crate) mod budget;
 pub(crate) mod charges;
+pub(crate) mod windows;

@@ -3,11 +3,12 @@
 use std::io;
 
 use expertd_core::listen::{Address, BindError, UnixSocket};
-use expertd_ipc::passing::deny_passed_descriptors;
+use expertd_ipc::passing::allow_passed_descriptors;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
+use super::passed::Receiving;
 use super::places::Origin;
 
 /// A bound listener. Dropping it removes a Unix-domain socket's file.
@@ -34,10 +35,10 @@ impl Listener {
         }
     }
 
-    /// Makes the kernel refuse descriptors that peers pass over a Unix-domain socket, which nothing here receives.
+    /// Makes the kernel refuse descriptors that peers pass over a Unix-domain socket.
     pub(crate) fn deny_passed_descriptors(&self) {
         if let Listener::Unix(socket) = self
-            && let Err(error) = deny_passed_descriptors(socket.listener())
+            && let Err(error) = allow_passed_descriptors(socket.listener(), false)
         {
             tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
         }
@@ -64,7 +65,7 @@ impl Listener {
 pub(crate) type PlainSocket = Either<TcpStream, UnixStream>;
 
 /// An accepted connection after the TLS handshake, if TLS is configured.
-pub(crate) type Socket = Either<PlainSocket, Box<TlsStream<TcpStream>>>;
+pub(crate) type Socket = Either<Either<TcpStream, Receiving>, Box<TlsStream<TcpStream>>>;
 
 #[cfg(test)]
 mod tests {

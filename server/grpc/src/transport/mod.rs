@@ -3,5 +3,6 @@
 mod connections;
 mod layers;
 mod listener;
+mod passed;
 pub(crate) mod places;
 pub(crate) mod server;

@@ -94,7 +94,7 @@ pub fn socket(data: &[u8]) {
     let shared = shared(Echo::new(open.memory_bytes), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
-        move || drop(serve(&shared, &service, opener(), None))
+        move || drop(serve(&shared, &service, opener(), &mut None))
     });
     let mut reading = client.try_clone().expect("a descriptor");
     let reading = std::thread::spawn(move || drop(reading.read_to_end(&mut Vec::new())));
