@@ -7,6 +7,7 @@ pub mod bench;
 pub mod call;
 pub mod ceilings;
 pub mod client;
+mod cores;
 pub mod demo;
 pub mod doctor;
 pub mod drain;
@@ -22,8 +23,8 @@ pub mod size;
 pub mod status;
 pub mod synth;
 mod units;
-mod variables;
 pub mod verify;
+mod weight_bytes;
 
 use std::fmt::Display;
 use std::future::Future;
@@ -31,7 +32,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
+use expertd_telemetry::{LogFormat, flush_logs, init_logs};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
@@ -39,7 +40,7 @@ use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
 #[derive(Parser, Debug)]
 #[command(name = "expertd", version = BUILD, propagate_version = true, max_term_width = 100)]
 struct Cli {
-    /// Filter of the log on standard error: a level, or directives such as info,expertd::scheduler=debug
+    /// Filter of the log on standard error: a level, or directives such as info,expertd_core::steps=debug
     /// [default: info; warn for `demo` and `bench`]
     #[arg(long, global = true, env = "EXPERTD_LOG", value_name = "FILTER", help_heading = "Logging")]
     log: Option<String>,
@@ -98,7 +99,7 @@ pub fn main() -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => {
             let _ = error.print();
-            if let Some(variable) = variables::refused(&error, std::env::args().skip(1)) {
+            if let Some(variable) = serve::variables::refused(&error, std::env::args().skip(1)) {
                 eprintln!("\nThe value comes from the environment variable {variable}.");
             }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(serve::exit::USAGE));

@@ -1,6 +1,5 @@
 //! `expertd serve`: the router rank.
 
-mod cores;
 mod descriptors;
 mod error;
 pub(super) mod layers;
@@ -9,6 +8,7 @@ mod reload;
 mod report;
 mod running;
 pub mod settings;
+pub(super) mod variables;
 
 pub use error::StartError;
 pub(super) use report::gpu_bytes;
@@ -20,13 +20,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
-use expertd_router::progress;
-use expertd_router::telemetry::{flush_logs, tell};
+use expertd_telemetry::progress;
+use expertd_telemetry::{flush_logs, tell};
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};
 use self::settings::{Given, ServeArgs};
-use crate::variables;
 
 /// Exit codes of `expertd serve`, after sysexits.h.
 pub mod exit {
