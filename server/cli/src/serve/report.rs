@@ -10,6 +10,7 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 use super::plan::{ServePlan, SessionPlan};
 use super::settings::{Shown, Source};
 use crate::inspect::gpu_bytes_of_ranks;
+use crate::mps;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank::share::ExpertShare;
@@ -102,6 +103,10 @@ pub fn plan(plan: &ServePlan) -> String {
     if gpu::is_shared(&cluster.gpus) {
         let timeout = cluster.peer_timeout.as_millis();
         line("", format!("ranks share a GPU, which is for tests; device_timeout_ms is {timeout}"));
+    }
+    let serves_gpus = cluster.device == DeviceKind::Cuda && plan.sessions.is_some();
+    if let Some(text) = serves_gpus.then(mps::warning).flatten() {
+        line("sessions", text);
     }
     if let Some(text) = weights(plan) {
         line("weights", text);
