@@ -36,9 +36,9 @@ class Engines:
         jobs["another model"] = self.job("qwen3_moe", self.services["mixtral"].address)
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
         make_checkpoint("mixtral", folder / "other")
+        jobs["lora"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(enable_lora=True))
         drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
         jobs["ngram"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(speculative_config=drafts))
-        jobs["lora"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(enable_lora=True))
         remote, self.log = run(list(jobs.values()), folder)
         self.remote = dict(zip(jobs, remote, strict=True))
         self.generations = (before, self.generation("qwen3_moe"))
