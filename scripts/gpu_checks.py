@@ -6,7 +6,7 @@
 
 Builds the programs with `cargo --release --features cuda` unless --programs names a folder that holds them: `e2e`, `device`,
 `rank_cuda` and `session_cuda` (the tests of those names and of expertd-rank-cuda, built on another machine with nvcc). They look for
-fixtures and for `target/release/expertd` at the path of the checkout they were built in. FILTERs choose tests whose names contain one of them.
+fixtures at the path of the checkout they were built in; EXPERTD_BINARY names expertd. FILTERs choose tests whose names contain one of them.
 
 Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
@@ -63,8 +63,8 @@ FIRST = [SOAK, "chaos", "every_family", "quantised", "repacked", "device experts
 # answers are padded, and those of small sizes are not cut: `sessions::gpu::steps_in_parts_give_the_same_bits` has larger ones.
 COPIED_TOO = ["gpu::recorded_answers_of_rows_without_padding", "gpu::recorded_answers_of_repacked_checkpoints"]
 COPIED = {"EXPERTD_CUDA_POISON": "50"}
-# Calls in replayed graphs with ranks that share a GPU, unless --soak says otherwise.
-SHARED_CALLS = "2000"
+# With ranks that share a GPU: calls in replayed graphs, unless --soak says otherwise, and seconds of random faults without --chaos.
+SHARED_CALLS, SHARED_CHAOS = "2000", 60
 PASSED, FAILED, CUT_OFF, SKIPPED, NOT_BEGUN = "passed", "FAILED", "CUT OFF", "skipped", "NOT BEGUN"
 
 
@@ -113,8 +113,8 @@ def of_services(program, test, ranks, gpus, args):
         environment |= {"EXPERTD_SOAK_STEPS": str(args.soak), "EXPERTD_SOAK_CALLS": str(args.soak)}
     elif shared:
         environment["EXPERTD_SOAK_CALLS"] = SHARED_CALLS
-    if args.chaos:
-        environment["EXPERTD_CHAOS_SECONDS"] = str(args.chaos)
+    if args.chaos or shared:
+        environment["EXPERTD_CHAOS_SECONDS"] = str(args.chaos or SHARED_CHAOS)
     if shared:
         environment["EXPERTD_TEST_GPUS"] = ",".join(str(rank % gpus) for rank in range(ranks))
     name = f"{test}, {ranks} ranks share {gpus} GPU" if shared else test

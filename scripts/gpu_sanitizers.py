@@ -34,10 +34,12 @@ SUBJECTS = {
     # copy_in in clusters for a rank alone, dispatch, combine, copy_out.
     "step": "staging cases=4 deadline=300",
 }
+# More than all blocks of a launch have.
+BARRIERS = "32768"
 TOOLS = {
     "memcheck": ["--tool", "memcheck"],
-    "racecheck": ["--tool", "racecheck", "--num-cuda-barriers", "64"],
-    "synccheck": ["--tool", "synccheck", "--num-cuda-barriers", "64"],
+    "racecheck": ["--tool", "racecheck", "--num-cuda-barriers", BARRIERS],
+    "synccheck": ["--tool", "synccheck", "--num-cuda-barriers", BARRIERS],
     "initcheck": ["--tool", "initcheck"],
 }
 SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (.*)")

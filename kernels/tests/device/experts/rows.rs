@@ -1,10 +1,10 @@
-//! Rows with infinities, with values that are not numbers, and rows of 2^80 and of 2^-48, beside usual ones.
+//! Rows with infinities, with values that are not numbers, and rows of very large and very small values, beside usual ones.
 
 use expertd_kernels::device::Device;
 use expertd_kernels::experts;
 use half::bf16;
 
-use super::launch::{Step, load};
+use super::launch::{FEW_ROWS, Step, load};
 use super::mlp::{Case, Expert};
 use super::{Expected, PLAIN, TOLERANCE, TOLERANCE_FP8, begin, compare_row, expected_of, shapes};
 use crate::random::Random;
@@ -13,16 +13,25 @@ use crate::{Options, Outcome};
 /// One row in this number is special.
 const SPECIAL: usize = 4;
 
+/// Powers of two of large and of small rows.
+const EXTREMES: [i32; 2] = [80, -48];
+/// The same of MXFP4 with few rows, where elements of rows and of h from 2^80 on are infinite and those below 2^-48 lose precision; h is
+/// about the square of a small row.
+const MXFP4_FEW_EXTREMES: [i32; 2] = [78, -20];
+
 /// Makes every [`SPECIAL`]th row special, each kind in turn.
-fn spoil(random: &mut Random, x: &mut [bf16], hidden: usize) {
+fn spoil(random: &mut Random, x: &mut [bf16], hidden: usize, extremes: [i32; 2]) {
+    let scale = |row: &mut [bf16], exponent: i32| {
+        row.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * 2f32.powi(exponent)));
+    };
     for (at, row) in x.chunks_mut(hidden).step_by(SPECIAL).enumerate() {
         let column = random.below(hidden as u64) as usize;
         match at % 5 {
             0 => row[column] = bf16::NAN,
             1 => row[column] = bf16::INFINITY,
             2 => row[column] = bf16::NEG_INFINITY,
-            3 => row.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * 2f32.powi(80))),
-            _ => row.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * 2f32.powi(-48))),
+            3 => scale(row, extremes[0]),
+            _ => scale(row, extremes[1]),
         }
     }
 }
@@ -48,15 +57,21 @@ fn check_case(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let all: Vec<Expert> = (0..3).map(|_| case.draw(random)).collect();
     let loaded = load(device, case, &all)?;
     let usual = Step::draw(random, case.hidden, &[9, 40, 150]);
-    let mut x = usual.x.clone();
-    spoil(random, &mut x, case.hidden);
-    let spoiled =
-        Step { counts: usual.counts.clone(), index: usual.index.clone(), weights: usual.weights.clone(), x };
+    let mut spoiled = |extremes: [i32; 2]| {
+        let mut x = usual.x.clone();
+        spoil(random, &mut x, case.hidden, extremes);
+        Step { counts: usual.counts.clone(), index: usual.index.clone(), weights: usual.weights.clone(), x }
+    };
     let is_special = |assignment: &usize| usual.index[*assignment] as usize % SPECIAL == 0;
     let special: Vec<usize> = (0..usual.index.len()).filter(is_special).collect();
-    let wanted = expected_of(case, &all, &spoiled, &special);
     let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
+    let few = if case.format == experts::MXFP4 { MXFP4_FEW_EXTREMES } else { EXTREMES };
+    let (extreme, of_few) = (spoiled(EXTREMES), spoiled(few));
+    let wanted = expected_of(case, &all, &extreme, &special);
+    let wanted_of_few = expected_of(case, &all, &of_few, &special);
     for tiles in shapes(case) {
+        let (spoiled, wanted) =
+            if tiles == FEW_ROWS { (&of_few, &wanted_of_few) } else { (&extreme, &wanted) };
         let failed = |error: String| format!("rows, format {}, tiles {tiles:?}: {error}", case.format);
         let (y, alone) =
             (spoiled.run(device, case, &loaded, tiles)?, usual.run(device, case, &loaded, tiles)?);
