@@ -263,10 +263,12 @@ impl Driver {
                     // After the inbox, so that callers who see the new state find the inbox in agreement with it.
                     self.exchange();
                     self.shared.set_state(state, &reason);
-                    tracing::info!(?state, %reason, "state");
+                    let reason = Some(&*reason).filter(|reason| !reason.is_empty());
+                    tracing::info!(reason, "state: {}", format!("{state:?}").to_lowercase());
                 }
                 Action::ReportDrain { requests_dropped } => {
-                    tracing::info!(requests_dropped, "drained");
+                    let dropped = Some(requests_dropped).filter(|&dropped| dropped > 0);
+                    tracing::info!(requests_dropped = dropped, "drained");
                     for waiter in std::mem::take(&mut self.shared.front().drain_waiters) {
                         let _ = waiter.send(DrainReport { requests_dropped });
                     }

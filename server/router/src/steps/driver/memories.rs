@@ -24,8 +24,8 @@ pub(super) struct Memories {
     clients: HashMap<MemoryId, Box<dyn ClientMemory>>,
     /// Why a rank cannot attach a memory, until every rank has answered.
     refusals: HashMap<MemoryId, String>,
-    /// A generation whose ranks are ready, while they attach memories.
-    ready: Option<(Generation, WeightVersion)>,
+    /// A generation whose ranks are ready, while they attach memories, and those of the sessions that were open then.
+    ready: Option<(Generation, WeightVersion, Vec<MemoryId>)>,
     /// When the present or last order was sent.
     ordered: Instant,
     /// Time since then.
@@ -50,16 +50,17 @@ impl Memories {
     /// The ranks of a generation are ready.
     pub(super) fn begin_generation(&mut self, generation: Generation, version: WeightVersion) {
         self.attachments.begin_generation();
-        self.ready = Some((generation, version));
+        // Sessions that are opened later have no calls before ranks have attached them.
+        self.ready = Some((generation, version, self.clients.keys().copied().collect()));
     }
 
     /// The generation that is ready, once its ranks have answered for every memory.
     pub(super) fn take_ready(&mut self) -> Option<(Generation, WeightVersion)> {
-        self.ready?;
-        if self.clients.keys().any(|memory| self.attachments.is_awaited(*memory)) {
+        let (.., awaited) = self.ready.as_ref()?;
+        if awaited.iter().any(|memory| self.attachments.is_awaited(*memory)) {
             return None;
         }
-        self.ready.take()
+        self.ready.take().map(|(generation, version, _)| (generation, version))
     }
 
     /// Checks that every rank has a memory that a step is to name.
@@ -172,5 +173,54 @@ impl Driver {
                 (AttachAction::Attach(_) | AttachAction::Detach(_), None) => {}
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::os::fd::BorrowedFd;
+
+    use expertd_ipc::control::MemoryKind;
+    use expertd_types::Rank;
+
+    use super::*;
+    use crate::sessions::AttachAnswer;
+
+    #[derive(Debug)]
+    struct Client(MemoryId);
+
+    impl ClientMemory for Client {
+        fn id(&self) -> MemoryId {
+            self.0
+        }
+
+        fn parts(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>) {
+            panic!("not asked for")
+        }
+
+        fn set_attachment(&self, _: Attachment) {}
+
+        fn end(&self, _: String) {}
+    }
+
+    #[test]
+    fn a_generation_waits_for_the_sessions_that_were_open_when_its_ranks_were_ready() {
+        let mut memories = Memories::new(1);
+        let open = |memories: &mut Memories, memory| {
+            memories.take_in(MemoryMail::Opened(Box::new(Client(MemoryId(memory)))));
+        };
+        open(&mut memories, 1);
+        memories.begin_generation(Generation(1), WeightVersion(1));
+        open(&mut memories, 2);
+        assert_eq!(memories.attachments.poll(true), Some(AttachAction::Attach(MemoryId(1))));
+        assert_eq!(memories.take_ready(), None, "the first memory is awaited");
+        memories
+            .attachments
+            .answered(Rank(0), MemoryId(1), AttachAnswer::Attached { refused: false })
+            .unwrap();
+        assert_eq!(memories.take_ready(), Some((Generation(1), WeightVersion(1))));
+        assert_eq!(memories.take_ready(), None, "it begins once");
     }
 }
