@@ -44,7 +44,7 @@ BUILDS = {
 DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
-SOAK = "soak_gpu"
+SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
 NEED_TWO_RANKS = ["gpu_placement::", "chaos_on_gpus"]
@@ -77,6 +77,7 @@ class Check:
     environment: dict = field(default_factory=dict)
     ranks: int = 1
     shared: bool = False
+    alone: bool = False
     outcome: str = NOT_BEGUN
     seconds: float = 0.0
 
@@ -119,7 +120,9 @@ def of_services(program, test, ranks, gpus, args):
         environment["EXPERTD_TEST_GPUS"] = ",".join(str(rank % gpus) for rank in range(ranks))
     name = f"{test}, {ranks} ranks share {gpus} GPU" if shared else test
     command = [program, test, "--ignored", "--exact", "--nocapture", "--test-threads", "1"]
-    yield Check(name, command, environment, ranks, shared)
+    # Rates and the GPU's memory in use are those of one test.
+    alone = bool(args.soak) and (test.startswith(SOAK) or test.endswith(REPLAYED))
+    yield Check(name, command, environment, ranks, shared, alone)
     if test in COPIED_TOO:
         yield Check(f"{name}, copied", command, environment | COPIED, ranks, shared)
 
@@ -285,9 +288,10 @@ def main():
     start = time.monotonic()
     with mps(100 // max(all_ranks)) if args.mps else contextlib.nullcontext({}) as environment:
         # Kernels of ranks that share a GPU wait for one another and would take the time of the other tests.
-        for shared in (False, True):
-            with concurrent.futures.ThreadPoolExecutor(args.lanes) as lanes:
-                list(lanes.map(lambda check: one(check, environment), [c for c in checks if c.shared == shared]))
+        for shared, alone in ((False, False), (True, False), (False, True), (True, True)):
+            chosen = [check for check in checks if (check.shared, check.alone) == (shared, alone)]
+            with concurrent.futures.ThreadPoolExecutor(1 if alone else args.lanes) as lanes:
+                list(lanes.map(lambda check: one(check, environment), chosen))
     counts = {outcome: sum(c.outcome == outcome for c in checks) for outcome in (PASSED, FAILED, CUT_OFF, NOT_BEGUN, SKIPPED)}
     print(", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {time.monotonic() - start:.0f} s")
     if gpus < 2 and not args.filters:

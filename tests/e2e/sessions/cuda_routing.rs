@@ -290,6 +290,10 @@ fn open_raw(host: &Host, gpu: &Arc<Gpu>) -> (UnixStream, DeviceMemory, ControlMe
         routing_bytes: 4096,
         device: gpu.uuid().unwrap(),
     };
+    // The answer says that descriptors may be passed.
+    socket::send(&client, frame::GET_MODEL, &[]).unwrap();
+    let (kind, _) = socket::receive(&client, 1 << 20).unwrap().unwrap();
+    assert_eq!(kind, frame::MODEL);
     socket::send(&client, frame::OPEN, bytemuck::bytes_of(&open)).unwrap();
     send_fds(&client, &[memory.export().unwrap().as_fd()]).unwrap();
     let (kind, payload) = socket::receive(&client, 4096).unwrap().unwrap();

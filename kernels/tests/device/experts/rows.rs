@@ -15,9 +15,9 @@ const SPECIAL: usize = 4;
 
 /// Powers of two of large and of small rows.
 const EXTREMES: [i32; 2] = [80, -48];
-/// The same of MXFP4 with few rows, where elements of rows and of h from 2^80 on are infinite and those below 2^-48 lose precision; h is
-/// about the square of a small row.
-const MXFP4_FEW_EXTREMES: [i32; 2] = [78, -20];
+/// The same of MXFP4 with few rows, where elements of rows and of h, and sums of products, are infinite from 2^80 on and lose precision
+/// below 2^-48; h is about the square of a small row.
+const MXFP4_FEW_EXTREMES: [i32; 2] = [70, -20];
 
 /// Makes every [`SPECIAL`]th row special, each kind in turn.
 fn spoil(random: &mut Random, x: &mut [bf16], hidden: usize, extremes: [i32; 2]) {
