@@ -41,7 +41,7 @@ BUILDS = {
     "session_cuda": (["--package", "expertd-session", "--test", "cuda"], "cuda"),
 }
 # The kernels without a service.
-DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "faults", "beyond", "staging"]
+DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use expertd_client::transport::{self, Credentials};
 use expertd_client::{Client, ClientError};
+use expertd_grpc::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use expertd_proto::v1::GetStatusRequest;
 use expertd_proto::v1::admin_client::AdminClient;
-use expertd_router::api::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tonic::Code;
 
@@ -133,6 +133,10 @@ async fn tls_keeps_plaintext_and_strangers_out() {
     let service = start(&with_tls(folder.path()), None).await;
     works(&service.tcp, &client_side(folder.path())).await;
     assert!(Client::connect(&service.tcp).await.is_err(), "plaintext");
+    let by_address = Credentials { server_name: None, ..client_side(folder.path()) };
+    let error = Client::connect_with(&service.tcp, &by_address).await.err().unwrap().to_string();
+    assert!(error.contains("--tls-server-name NAME") && error.contains("localhost"), "{error}");
+    assert!(!error.contains("is `expertd serve` running"), "{error}");
     let other = tempfile::tempdir().unwrap();
     Authority::new(other.path(), "ca");
     assert!(

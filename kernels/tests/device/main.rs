@@ -13,6 +13,7 @@
 //! * `staging cases=N deadline=SECONDS`: a whole step from pinned host memory and back, as a replayed graph.
 //! * `peers ranks=N cases=N share=1`: the exchanges with one process per rank, over NCCL windows; then their times. With `share=1` ranks
 //!   share GPUs if there are too few.
+//! * `fp8_rows cases=N`: dispatch with FP8 rows.
 //! * `timing [placed=1]`: dispatch + combine of the loopback group under graph replay; with `placed=1` the owners of contiguous ranges
 //!   are looked up instead of computed.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
@@ -22,6 +23,7 @@ mod beyond;
 mod exchange;
 mod experts;
 mod faults;
+mod fp8_rows;
 mod gate;
 mod peers;
 mod placed;
@@ -78,6 +80,7 @@ fn run(words: &[String]) -> Outcome {
         "all" => {
             exchange::loopback(&options)?;
             faults::check()?;
+            fp8_rows::check(&options)?;
             gate::check(&options)?;
             experts::check(&options)?;
             experts::sizes::skew(&options)?;
@@ -93,6 +96,7 @@ fn run(words: &[String]) -> Outcome {
         "skew" => experts::sizes::skew(&options),
         "rows" => experts::rows::check(&options),
         "word" => experts::word::check(&options),
+        "fp8_rows" => fp8_rows::check(&options),
         "gate" => gate::check(&options),
         "experts" => experts::check(&options),
         "staging" => staging::check(&options),

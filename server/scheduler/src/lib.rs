@@ -17,7 +17,6 @@ mod inbox;
 mod queue;
 mod recovery;
 mod request;
-mod spread;
 mod step_loop;
 mod throughput;
 mod time;
@@ -26,7 +25,7 @@ pub use inbox::{Delivery, Inbox, Refusal};
 pub use queue::{AGED_STEP_INTERVAL, MAX_DEBT_STEPS, MAX_IDLE_CLIENTS, MAX_SKIPPED};
 pub use recovery::{RecoveryPolicy, jittered};
 pub use request::{ClientKey, Failure, Receipt, RequestKey, StepKind, Submission};
-pub use spread::spread;
+pub use step_loop::spread;
 pub use step_loop::{
     Action, Callers, Config, End, GroupFault, OnFault, RankRows, SWEEP_INTERVAL, ServiceState, Step, StepLoop,
 };
