@@ -31,6 +31,7 @@ SUBJECTS = {
     **{f"experts {name}": f"rows format={code}" for code, name in enumerate(FORMATS)},
     "exchange of 2 ranks": "loopback cases=3 steps=2 ranks=2 tokens=40 deadline=300",
     "exchange of 4 ranks": "loopback cases=4 steps=2 ranks=4 tokens=40 deadline=300 seed=3",
+    "dispatch of a rank alone with FP8 rows": "fp8_rows cases=2",
     # copy_in in clusters for a rank alone, dispatch, combine, copy_out.
     "step": "staging cases=4 deadline=300",
 }
