@@ -10,7 +10,8 @@ fixtures at the path of the checkout they were built in; EXPERTD_BINARY names ex
 
 Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
-by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along.
+by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
+use two ranks, as more can block one another (docs/gpu.md).
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
@@ -241,7 +242,7 @@ def main():
     parser.add_argument("--soak", type=int, help="also run this many steps, and as many calls of a CUDA session")
     parser.add_argument("--chaos", type=int, help="duration of the random faults in seconds [default: 10]")
     parser.add_argument("--lanes", type=int, default=3, help="number of tests that run at once [default: 3]")
-    parser.add_argument("--limit", type=float, default=240, help="time limit of a test in seconds [default: 240]")
+    parser.add_argument("--limit", type=float, default=240, help="time limit of a test in seconds, half of that of ranks that share a GPU [default: 240]")
     parser.add_argument("--budget", type=float, default=float("inf"), help="time limit of all tests in seconds")
     parser.add_argument("--programs", type=pathlib.Path, help="a folder with the programs, built before")
     parser.add_argument("--logs", type=pathlib.Path, help="a folder for the output of each test [default: a new one]")
@@ -279,7 +280,7 @@ def main():
         if lacks_ranks(check) or (gpus < 2 and any(text in check.name for text in NEED_TWO)):
             check.outcome = SKIPPED
         elif left > 0:
-            run(check, environment, min(args.limit, left), log)
+            run(check, environment, min(args.limit * (2 if check.shared else 1), left), log)
         with printing:
             print(f"{check.outcome:9} {check.seconds:6.1f} s  {check.name}", flush=True)
             if check.outcome in (FAILED, CUT_OFF):

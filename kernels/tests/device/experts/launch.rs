@@ -159,6 +159,16 @@ impl Step {
     }
 }
 
+/// The buffers of a launch.
+struct Held {
+    _panels: [Buffer<u8>; 2],
+    _x: Buffer<u16>,
+    _routing: [Buffer<i32>; 2],
+    _layer: Buffer<u32>,
+    _floats: [Buffer<f32>; 3],
+    _layers: Buffer<LayerWeights>,
+}
+
 /// A launch and its buffers.
 pub struct Launch {
     pub params: ExpertsParams,
@@ -169,14 +179,7 @@ pub struct Launch {
     /// Number of elements of y that the kernel writes.
     written: usize,
     #[expect(dead_code, reason = "held for the addresses in `params`")]
-    held: (
-        Vec<Buffer<u8>>,
-        Vec<Buffer<u16>>,
-        Vec<Buffer<i32>>,
-        Vec<Buffer<u32>>,
-        Vec<Buffer<f32>>,
-        Buffer<LayerWeights>,
-    ),
+    held: Held,
 }
 
 impl Launch {
@@ -239,25 +242,27 @@ impl Launch {
             flags,
             ..ExpertsParams::default()
         };
-        let held = (
-            vec![x_held, h_held],
-            vec![x],
-            vec![offsets, index],
-            vec![layer],
-            vec![weights, x_scales, h_scales],
-            layers,
-        );
+        let held = Held {
+            _panels: [x_held, h_held],
+            _x: x,
+            _routing: [offsets, index],
+            _layer: layer,
+            _floats: [weights, x_scales, h_scales],
+            _layers: layers,
+        };
         Ok(Launch { params, state, stream: device.stream()?, y, written: total * hidden, held })
     }
 
     /// Enqueues the launch.
     pub fn enqueue(&self) -> Outcome {
         // SAFETY: buffers of those sizes, alive until the stream is drained.
-        Ok(unsafe { experts::experts(&self.params, self.stream.raw())? })
+        unsafe { experts::experts(&self.params, self.stream.raw())? };
+        Ok(())
     }
 
     pub fn wait(&self) -> Outcome {
-        Ok(self.stream.synchronize()?)
+        self.stream.synchronize()?;
+        Ok(())
     }
 
     /// One bf16 row per assignment; checks that nothing else is written and that counters are left clean.

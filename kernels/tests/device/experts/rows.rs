@@ -62,7 +62,7 @@ fn check_case(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         spoil(random, &mut x, case.hidden, extremes);
         Step { counts: usual.counts.clone(), index: usual.index.clone(), weights: usual.weights.clone(), x }
     };
-    let is_special = |assignment: &usize| usual.index[*assignment] as usize % SPECIAL == 0;
+    let is_special = |assignment: &usize| (usual.index[*assignment] as usize).is_multiple_of(SPECIAL);
     let special: Vec<usize> = (0..usual.index.len()).filter(is_special).collect();
     let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
     let few = if case.format == experts::MXFP4 { MXFP4_FEW_EXTREMES } else { EXTREMES };
