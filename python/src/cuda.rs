@@ -267,7 +267,7 @@ impl NativeCudaSession {
         self.open.check().map_err(|error| raise(py, error))
     }
 
-    /// Raises the exception of a call that failed, again each time, or of the session's end. For engines, whose threads must all see it.
+    /// Raises the exception of a failed call, or of the end of the session, each time that it is called: several threads of an engine ask.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         self.open.check_process()?;
         self.open.verify().map_err(|error| raise(py, error))

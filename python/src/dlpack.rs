@@ -75,7 +75,7 @@ pub(crate) struct Imported {
 // SAFETY: `managed` and `data` belong to this value alone until it is dropped, the memory behind `data` is only read, and
 // DLPack allows the deleter on any thread.
 unsafe impl Send for Imported {}
-// SAFETY: as above; shared access only reads.
+// SAFETY: `managed` and `data` stay valid until the value is dropped, and shared access only reads.
 unsafe impl Sync for Imported {}
 
 impl AsRef<[u8]> for Imported {
