@@ -6,7 +6,6 @@
 //! * `host`: a host session: its memory, its thread that takes requests, its completions.
 //! * `host_call`: a call of a host session that the step loop has.
 //! * `completion`: completion records.
-//! * `attachments`: which memories the ranks have attached, without threads or I/O.
 //! * `registry`: all sessions: limits, status.
 //! * `listener`: the session socket.
 //! * `connection`: what the socket of a client carries.
@@ -17,7 +16,6 @@
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
-mod attachments;
 mod completion;
 mod connection;
 mod cuda;
@@ -45,7 +43,6 @@ use expertd_types::MemoryId;
 use crate::backend::{Backend, ModelInfo, Request};
 use crate::steps::{Caller, ClientMemory, Service};
 
-pub(crate) use attachments::{Action as AttachAction, Answer as AttachAnswer, Attachments, Outcome};
 pub use listener::{MAX_OPENING, SessionConfig, SessionServer};
 pub use registry::{SessionLimits, SessionRegistry, SessionStatus};
 

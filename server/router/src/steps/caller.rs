@@ -7,6 +7,7 @@ use std::os::fd::BorrowedFd;
 use bytes::Bytes;
 use expertd_ipc::control::MemoryKind;
 use expertd_ipc::{Raise, RowSource};
+pub use expertd_scheduler::Attachment;
 use expertd_types::{ChunkedBytes, MemoryId};
 use tokio::sync::oneshot;
 
@@ -86,18 +87,6 @@ impl Caller for MessageCaller {
             let _ = self.reply.send(Err(error));
         }
     }
-}
-
-/// What ranks have of a client's memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Attachment {
-    /// Not every rank has answered.
-    #[default]
-    Awaited,
-    /// Every rank reads and writes it in place.
-    Attached,
-    /// A rank cannot use it, for this reason.
-    Refused(String),
 }
 
 /// Memory of a client that ranks attach, so that they read rows and write answers in place.

@@ -4,7 +4,6 @@ mod active;
 mod activity;
 mod caller;
 mod driver;
-mod reload;
 mod service;
 mod shared;
 mod thread;
