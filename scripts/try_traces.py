@@ -108,7 +108,9 @@ def main() -> None:
         service = start(given.binaries / "expertd", "--log", "error", "serve", "--model", MODEL, "--device", "cpu", "--ranks", "2",
                         "--listen", LISTEN, "--metrics-listen", METRICS, "--admin-listen", f"unix:{folder}/admin.sock",
                         "--session-listen", f"unix:{folder}/session.sock", "--otlp-endpoint", f"http://{OTLP_GRPC}",
-                        environment={"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.05"})
+                        environment={"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.05",
+                                     # Batches leave more often than counts are compared below.
+                                     "OTEL_BSP_SCHEDULE_DELAY": "500"})
         until("the service is ready", lambda: urllib.request.urlopen(f"http://{METRICS}/readyz", timeout=5))
         load = [given.binaries / "expertd-loadtest", "--quiet", "--no-echo", "--connections", "1", "--duration", given.seconds]
         loads = [start(*load, "--address", LISTEN, "--outstanding", "3", "--tokens", "uniform:1-48"),

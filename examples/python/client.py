@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""A client of expertd that needs only grpcio and the generated protocol code (see README.md)."""
+"""A client of expertd that needs only grpcio, grpcio-status and the generated protocol code (see README.md)."""
 
 import argparse
 import array
 import queue
 import random
 import sys
+import time
 
 import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from expertd.v1 import moe_pb2, moe_pb2_grpc
 
@@ -44,15 +47,30 @@ def random_request(model, layer, tokens):
     return request
 
 
+def retry_delay(error):
+    """Seconds after which the service can take the call again; None if it must not be retried."""
+    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        return None
+    status = rpc_status.from_call(error)
+    for detail in status.details if status else []:
+        info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            return info.retry_delay.ToTimedelta().total_seconds()
+    return 0.5  # The connection failed: nothing came from the service.
+
+
 def forward(stub, request, timeout=30.0):
-    """Makes one call. The computation is pure, so a call that ended with UNAVAILABLE may always be retried."""
-    for _ in range(5):
+    """Makes one call and retries it within the timeout. The computation is pure, so that a retry is always safe."""
+    end = time.monotonic() + timeout
+    while True:
         try:
-            return stub.Forward(request, timeout=timeout)
+            return stub.Forward(request, timeout=end - time.monotonic())
         except grpc.RpcError as error:
-            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            delay = retry_delay(error)
+            # A little more than the service asks for, each client another time, so that they do not all come back at once.
+            if delay is None or (wait := delay * random.uniform(1.0, 1.5)) > end - time.monotonic():
                 raise
-    return stub.Forward(request, timeout=timeout)
+            time.sleep(wait)
 
 
 def unary(stub, model, layer, tokens):

@@ -1,6 +1,7 @@
 """Clients that are not ours (grpcio): the example, and one over TLS with client certificates and tokens."""
 
 import importlib
+import importlib.util
 import pathlib
 import shutil
 import subprocess
@@ -125,6 +126,62 @@ def test_the_example_client_over_a_socket_and_over_tcp(tmp_path, listen):
         command = [sys.executable, "client.py", "--address", address]
         ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_example_waits_as_long_as_the_service_asks(moe, monkeypatch):
+    from google.protobuf import any_pb2
+    from google.rpc import error_details_pb2, status_pb2
+
+    path = PROTO.parent / "examples" / "python" / "client.py"
+    spec = importlib.util.spec_from_file_location("example_client", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    class Refusal(grpc.RpcError, grpc.Call):
+        """What grpcio raises for a call that ended with this code, and with RetryInfo if `delay` is given."""
+
+        def __init__(self, code, delay=None):
+            self._code, self.delay = code, delay
+
+        def code(self):
+            return self._code
+
+        def details(self):
+            return "refused"
+
+        def trailing_metadata(self):
+            if self.delay is None:
+                return ()
+            info = error_details_pb2.RetryInfo()
+            info.retry_delay.FromMilliseconds(self.delay)
+            detail = any_pb2.Any()
+            detail.Pack(info)
+            status = status_pb2.Status(code=self._code.value[0], message="refused", details=[detail])
+            return (("grpc-status-details-bin", status.SerializeToString()),)
+
+        initial_metadata = is_active = time_remaining = cancel = add_callback = None
+
+    class Stub:
+        def __init__(self, *results):
+            self.results = list(results)
+
+        def Forward(self, request, timeout):
+            assert timeout <= 30
+            result = self.results.pop(0)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+    slept = []
+    monkeypatch.setattr(example.time, "sleep", slept.append)
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, 200)
+    gone = Refusal(grpc.StatusCode.UNAVAILABLE)
+    assert example.forward(Stub(full, gone, "answer"), None) == "answer"
+    assert 0.2 <= slept[0] <= 0.3 and 0.5 <= slept[1] <= 0.75
+    for final in [Refusal(grpc.StatusCode.INTERNAL, 200), Refusal(grpc.StatusCode.UNAVAILABLE, 60_000)]:
+        with pytest.raises(Refusal):
+            example.forward(Stub(final), None)
+    assert len(slept) == 2
 
 
 def test_no_call_fails_while_certificates_are_replaced(moe, certificates):

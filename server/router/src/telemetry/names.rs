@@ -141,6 +141,8 @@ metrics_table! {
     CLIENT_TOKENS_TOTAL = "expertd_client_tokens_total", Kind::Counter, Count, ["client"];
     /// Reloads of changed certificates and token files: ok, or error, which leaves the earlier ones in force.
     CREDENTIAL_RELOADS_TOTAL = "expertd_credential_reloads_total", Kind::Counter, Count, ["result"];
+    /// Unix time at which the first certificate of the server's chain expires.
+    CERTIFICATE_EXPIRES_SECONDS = "expertd_certificate_expires_seconds", Kind::Gauge, Seconds, [];
     /// Spans of requests that were sent to the receiver of traces.
     TRACE_SPANS_SENT_TOTAL = "expertd_trace_spans_sent_total", Kind::Counter, Count, [];
     /// Spans dropped because the receiver did not take them (reason export). The reason queue stays at 0.

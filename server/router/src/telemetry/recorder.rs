@@ -199,7 +199,9 @@ mod tests {
         use std::fmt::Write as _;
         let mut page = String::from(
             "# Metrics\n\nOne Prometheus endpoint per host (`--metrics-listen`, path `/metrics`), ranks as labels. This page is made \
-             from\n`server/router/src/telemetry/names.rs` (`UPDATE_DOCS=1 cargo test -p expertd-router metrics_page`).\n\n| name | kind | labels | meaning |\n|---|---|---|---|\n",
+             from\n`server/router/src/telemetry/names.rs` (`UPDATE_DOCS=1 cargo test -p expertd-router metrics_page`).\n\nA \
+             series with labels, a histogram, and a gauge of something that the service does not use (sessions, TLS, GPUs) are absent \
+             until their\nfirst value; counters without labels start at 0.\n\n| name | kind | labels | meaning |\n|---|---|---|---|\n",
         );
         for m in names::ALL {
             let kind = match m.kind {

@@ -8,6 +8,7 @@
 //!
 //! Files are reloaded when they change. If a changed file cannot be used, its previous content stays in force.
 
+mod expiry;
 mod files;
 mod tls;
 pub(super) mod tokens;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderMap;
-use metrics::counter;
+use metrics::{counter, gauge};
 
 use self::files::Watched;
 pub(in crate::api) use self::tls::peer_name;
@@ -178,6 +179,14 @@ impl Access {
                 this.admin_tokens.iter().for_each(Watched::refresh);
             })
             .await;
+            self.record_expiry();
+        }
+    }
+
+    /// Records when the certificate in force expires.
+    fn record_expiry(&self) {
+        if let Some(expires) = self.tls().and_then(|tls| tls.expires()) {
+            gauge!(names::CERTIFICATE_EXPIRES_SECONDS).set(expires as f64);
         }
     }
 

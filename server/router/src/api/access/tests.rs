@@ -123,3 +123,39 @@ fn changed_tokens_are_taken_and_broken_ones_leave_the_earlier_in_force() {
     fs::write(folder.path().join("tokens"), format!("engine {TOKEN}\n")).unwrap();
     assert!(works(TOKEN));
 }
+
+#[test]
+fn the_metric_has_the_date_of_the_certificate_in_force() {
+    let folder = tempfile::tempdir().unwrap();
+    let (cert, key) = (folder.path().join("server.pem"), folder.path().join("server.key"));
+    let sign = |year| {
+        let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        let pair = rcgen::KeyPair::generate().unwrap();
+        fs::write(&cert, params.self_signed(&pair).unwrap().pem()).unwrap();
+        fs::write(&key, pair.serialize_pem()).unwrap();
+    };
+    let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
+    let handle = recorder.handle();
+    metrics::with_local_recorder(&recorder, || {
+        Access::load(&AccessConfig::default()).unwrap().record_expiry();
+        assert!(!handle.render().contains("expertd_certificate"), "no TLS");
+        sign(2027);
+        let config = AccessConfig {
+            tls_cert: Some(cert.clone()),
+            tls_key: Some(key.clone()),
+            ..AccessConfig::default()
+        };
+        let access = Access::load(&config).unwrap();
+        for (year, seconds) in [(2027, 1_798_761_600_u64), (2028, 1_830_297_600)] {
+            sign(year);
+            access.tls.as_ref().unwrap().refresh();
+            access.record_expiry();
+            let shown = handle.render();
+            assert!(
+                shown.contains(&format!("expertd_certificate_expires_seconds {seconds}\n")),
+                "{year}: {shown}"
+            );
+        }
+    });
+}

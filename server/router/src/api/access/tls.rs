@@ -10,6 +10,7 @@ use rustls::{RootCertStore, ServerConfig};
 use tokio_rustls::TlsAcceptor;
 
 use super::AccessError;
+use super::expiry::first_expiry;
 use super::files::read;
 
 /// Protocol inside TLS.
@@ -25,6 +26,7 @@ pub(crate) enum Protocol {
 pub(crate) struct ServerTls {
     http2: Arc<ServerConfig>,
     http1: Arc<ServerConfig>,
+    expires: Option<i64>,
 }
 
 impl ServerTls {
@@ -36,6 +38,7 @@ impl ServerTls {
         optional: bool,
     ) -> Result<ServerTls, AccessError> {
         let chain = certificates(cert)?;
+        let expires = first_expiry(&chain);
         let contents = |path: &Path, reason: String| AccessError::Contents { path: path.to_owned(), reason };
         let private = PrivateKeyDer::from_pem_slice(&read(key)?)
             .map_err(|error| contents(key, format!("expected a private key in PEM: {error}")))?;
@@ -63,7 +66,12 @@ impl ServerTls {
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         let http1 = Arc::new(config.clone());
         config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(ServerTls { http2: Arc::new(config), http1 })
+        Ok(ServerTls { http2: Arc::new(config), http1, expires })
+    }
+
+    /// Unix time in seconds at which the first certificate of the chain expires.
+    pub(super) const fn expires(&self) -> Option<i64> {
+        self.expires
     }
 
     /// The acceptor of handshakes for a protocol.

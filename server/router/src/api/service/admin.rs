@@ -43,7 +43,7 @@ impl Admin for AdminService {
             0 => None,
             ms => Some(Duration::from_millis(ms.into())),
         };
-        tracing::info!(?timeout, "draining");
+        tracing::info!(timeout_ms = timeout.map(|_| request.get_ref().timeout_ms), "draining");
         // In a task of its own, so that the drain continues if its caller disconnects.
         let drain = tokio::spawn(self.backend.drain(timeout));
         let report = drain.await.map_err(|error| Status::internal(format!("the drain failed: {error}")))?;
@@ -52,7 +52,7 @@ impl Admin for AdminService {
 
     async fn reload(&self, request: Request<ReloadMessage>) -> Result<Response<ReloadResponse>, Status> {
         let message = request.into_inner();
-        let folder = Some(message.model).filter(|model| !model.is_empty()).map(PathBuf::from);
+        let folder = Some(message.model).filter(|model| !model.is_empty());
         let placement = match message.placement.as_str() {
             "" => PlacementChange::Keep,
             "contiguous" => PlacementChange::Contiguous,
@@ -61,7 +61,9 @@ impl Admin for AdminService {
                     .map_err(|error| Status::invalid_argument(error.to_string()))?,
             ),
         };
-        tracing::info!(?folder, placement_bytes = message.placement.len(), "reloading");
+        let bytes = Some(message.placement.len()).filter(|&bytes| bytes > 0);
+        tracing::info!(folder, placement_bytes = bytes, "reloading");
+        let folder = folder.map(PathBuf::from);
         // In a task of its own: a reload goes on when its caller hangs up.
         let reload = tokio::spawn(self.backend.reload(ReloadRequest { folder, placement }));
         let report = reload.await.map_err(|error| Status::internal(format!("the reload failed: {error}")))?;

@@ -117,11 +117,13 @@ impl Callers for Processes {
 
     fn show(&mut self, state: ServiceState, reason: &str) {
         self.shared.set_state(state, reason);
-        tracing::info!(?state, %reason, "state");
+        let reason = Some(reason).filter(|reason| !reason.is_empty());
+        tracing::info!(reason, "state: {}", format!("{state:?}").to_lowercase());
     }
 
     fn report_drain(&mut self, requests_dropped: u64) {
-        tracing::info!(requests_dropped, "drained");
+        let dropped = Some(requests_dropped).filter(|&dropped| dropped > 0);
+        tracing::info!(requests_dropped = dropped, "drained");
         for waiter in std::mem::take(&mut self.shared.front().drain_waiters) {
             let _ = waiter.send(DrainReport { requests_dropped });
         }
