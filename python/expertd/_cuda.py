@@ -216,10 +216,11 @@ class CudaRoute:
             return
         with self._lock:
             if self._sessions.get(session.device) is session:
-                del self._sessions[session.device]
-                self._ended.add(session.device)
+                # First, so that a check in another thread misses nothing.
                 if session.native.is_kept():
                     self._replaced.append(session)
+                del self._sessions[session.device]
+                self._ended.add(session.device)
             self._prepared = {key: known for key, known in self._prepared.items() if known.session is not session}
 
 

@@ -132,9 +132,19 @@ impl Open {
 
     /// Finds a call that failed and was not raised yet, or the session's end.
     fn check(&self) -> Result<(), SessionError> {
-        for (lane, raised) in self.lanes.iter().zip(&self.raised) {
+        self.check_lanes(LANES)
+    }
+
+    /// As [`check`](Self::check), without calls that graphs captured: the thread that replays a graph finds their failures, also if
+    /// another thread's call found the session's end before.
+    fn check_eager(&self) -> Result<(), SessionError> {
+        self.check_lanes(CAPTURED)
+    }
+
+    fn check_lanes(&self, lanes: usize) -> Result<(), SessionError> {
+        for (lane, raised) in self.lanes.iter().zip(&self.raised).take(lanes) {
             let has_failed = lane.has_failed(raised.load(Ordering::Acquire));
-            if !has_failed.inspect_err(|_| _ = self.note_released())? {
+            if !has_failed.inspect_err(|_| _ = self.note_released(lanes))? {
                 continue;
             }
             let status = lane.status()?;
@@ -161,12 +171,12 @@ impl Open {
 
     /// Finds the session's end if calls were released since the last exception, by replays of graphs.
     fn check_released(&self) -> Result<(), SessionError> {
-        if self.note_released() { self.lanes[0].status().map(drop) } else { Ok(()) }
+        if self.note_released(LANES) { self.lanes[0].status().map(drop) } else { Ok(()) }
     }
 
-    /// Whether calls were released since the last time.
-    fn note_released(&self) -> bool {
-        let lanes = self.lanes.iter().zip(&self.raised_released);
+    /// Whether calls of the first `lanes` lanes were released since the last time.
+    fn note_released(&self, lanes: usize) -> bool {
+        let lanes = self.lanes.iter().zip(&self.raised_released).take(lanes);
         lanes.fold(false, |found, (lane, raised)| {
             let released = lane.released();
             raised.swap(released, Ordering::AcqRel) < released || found
@@ -332,7 +342,7 @@ impl NativePrepared {
         // Detached, because the driver waits if the stream's queue is full, and a lane's lock is held meanwhile.
         let called = py.detach(|| {
             let stream: *mut c_void = without_provenance_mut(stream);
-            open.check()?;
+            open.check_eager()?;
             // SAFETY: `expertd/_cuda.py` passes a current stream of torch of the session's GPU; torch uses primary contexts and
             // never destroys its streams. It passes tensors of the shapes that the call needs, whose memory torch gives
             // to later work of the same stream only. A session that a graph captured is kept open.

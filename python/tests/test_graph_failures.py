@@ -24,6 +24,11 @@ class Native:
         """A graph's replay; the client's thread releases its streams if the session has ended."""
         self.released += self.ended
 
+    def call(self):
+        """A call that no graph captures."""
+        if self.ended:
+            raise expertd.UnavailableError("the session has ended")
+
     def check(self):
         if self.ended:
             self.raised_released = self.released
@@ -133,6 +138,17 @@ def test_replays_of_an_old_sessions_graph_fail_although_there_is_another_session
         route.check()
     with pytest.raises(expertd.UnavailableError):
         route.verify()
+
+
+def test_a_failed_replay_is_found_although_another_threads_call_found_the_end_first(route):
+    old = route._session(0)
+    old.native.kept = old.native.ended = True
+    old.native.replay()
+    with pytest.raises(expertd.UnavailableError):
+        old.native.call()
+    route._forget(old)
+    with pytest.raises(expertd.UnavailableError):
+        route.check()
 
 
 def test_a_session_without_graphs_is_forgotten_when_it_ends(route):

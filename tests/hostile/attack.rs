@@ -309,3 +309,28 @@ pub async fn take(socket: &mut TcpStream, time: Duration) -> bool {
         }
     }
 }
+
+/// The windows of a stream and of the connection that the service has announced within `time`, in bytes.
+pub async fn windows(socket: &mut TcpStream, time: Duration) -> (usize, usize) {
+    const DEFAULT: usize = 65_535;
+    let until = tokio::time::Instant::now() + time;
+    let mut bytes = Vec::new();
+    while let Ok(Ok(1..)) = tokio::time::timeout_at(until, socket.read_buf(&mut bytes)).await {}
+    let word = |at: &[u8]| u32::from_be_bytes([at[0], at[1], at[2], at[3]]) as usize;
+    let (mut of_stream, mut of_connection) = (DEFAULT, DEFAULT);
+    let mut rest = &bytes[..];
+    while rest.len() >= 9 {
+        let length = word(&[0, rest[0], rest[1], rest[2]]);
+        let Some((payload, after)) = rest[9..].split_at_checked(length) else { break };
+        match (rest[3], word(&rest[5..9])) {
+            (frames::SETTINGS, 0) => {
+                let window = payload.as_chunks::<6>().0.iter().find(|setting| setting[..2] == [0, 4]);
+                of_stream = window.map_or(of_stream, |setting| word(&setting[2..]));
+            }
+            (frames::WINDOW_UPDATE, 0) => of_connection += word(payload),
+            _ => {}
+        }
+        rest = after;
+    }
+    (of_stream, of_connection)
+}

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 
-use crate::attack::{Doing, greet, run, take};
+use crate::attack::{Doing, greet, run, take, windows};
 use crate::frames::*;
 use crate::harness::{FORWARD, FORWARD_STREAM, prefix};
 
@@ -140,6 +140,33 @@ async fn minted_headers() {
                     return;
                 }
             }
+        })
+    })
+    .await;
+}
+
+/// Streams whose answers are not read, so that the service does not read their requests, and as many bytes of requests as windows allow.
+#[tokio::test(flavor = "multi_thread")]
+async fn unread_requests() {
+    run("unread requests", |socket, over| {
+        Box::pin(async move {
+            if !greet(socket, &[(4, 0)]).await {
+                return;
+            }
+            let (of_stream, of_connection) = windows(socket, Duration::from_millis(500)).await;
+            let each = of_stream.min(of_connection / 4) - 5;
+            for stream in (0..4).map(|call| 2 * call + 1) {
+                let begun = [call(stream, FORWARD_STREAM, &[]), frame(DATA, 0, stream, &prefix(0))].concat();
+                if !send(socket, &begun).await {
+                    return;
+                }
+                for part in vec![7u8; each].chunks(16 << 10) {
+                    if !send(socket, &frame(DATA, 0, stream, part)).await {
+                        return;
+                    }
+                }
+            }
+            while !over.load(Ordering::Relaxed) && take(socket, Duration::from_millis(100)).await {}
         })
     })
     .await;

@@ -37,25 +37,25 @@ pub fn send_with_fds<M: Serialize>(
     socket.write_all(&line[sent..])
 }
 
-/// Makes the kernel refuse descriptors that the peers of a Unix-domain socket pass; sockets that a listener accepts inherit this.
-/// Otherwise the process that reads the socket closes them, which can take as long as their sender likes.
+/// Sets whether the peers of a Unix-domain socket may pass descriptors, which the kernel refuses otherwise; sockets that a listener accepts
+/// inherit this. The process that reads or closes the socket closes what it did not receive, which can take as long as the sender likes.
 ///
 /// # Errors
 /// If the kernel lacks the option SO_PASSRIGHTS (before Linux 6.16).
 #[allow(unsafe_code)]
-pub fn deny_passed_descriptors(socket: &impl std::os::fd::AsFd) -> io::Result<()> {
+pub fn allow_passed_descriptors(socket: &impl std::os::fd::AsFd, allow: bool) -> io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const SO_PASSRIGHTS: libc::c_int = 83;
-    let off: libc::c_int = 0;
+    let value = libc::c_int::from(allow);
     let socket = socket.as_fd().as_raw_fd();
-    // SAFETY: `off` outlives the call, which reads as many bytes as it is told, and `socket` is open.
+    // SAFETY: `value` outlives the call, which reads as many bytes as it is told, and `socket` is open.
     let result = unsafe {
         libc::setsockopt(
             socket,
             libc::SOL_SOCKET,
             SO_PASSRIGHTS,
-            (&raw const off).cast(),
-            size_of_val(&off) as libc::socklen_t,
+            (&raw const value).cast(),
+            size_of_val(&value) as libc::socklen_t,
         )
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

@@ -15,6 +15,7 @@ pub use api::fuzzing;
 #[cfg(feature = "fuzzing")]
 pub use sessions::{cuda_fuzzing as cuda_sessions_fuzzing, fuzzing as sessions_fuzzing};
 
+mod apart;
 pub mod api;
 pub mod backend;
 pub mod cluster;

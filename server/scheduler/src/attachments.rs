@@ -3,7 +3,7 @@
 //!
 //! Ranks carry out one order at a time, all of them the same one, so that registering memory with a device stops them
 //! together and few messages wait on their sockets. A session opens when every rank has attached its memory, and a generation serves
-//! when its ranks have answered for every memory.
+//! when its ranks have answered for the memory of every session that was open when they were ready.
 
 use std::collections::BTreeMap;
 
@@ -67,6 +67,9 @@ struct Entry {
     is_closing: bool,
     /// Segments of steps in flight that name it.
     segments: usize,
+    /// Whether it was open when the ranks of the generation were ready. Sessions that are opened later have no calls before ranks have
+    /// attached them.
+    is_early: bool,
 }
 
 #[derive(Debug)]
@@ -95,7 +98,7 @@ impl Attachments {
 
     /// A session was opened.
     pub(crate) fn open(&mut self, memory: MemoryId) {
-        let new = Entry { place: Place::Nowhere, is_closing: false, segments: 0 };
+        let new = Entry { place: Place::Nowhere, is_closing: false, segments: 0, is_early: false };
         self.memories.insert(memory, new);
     }
 
@@ -110,6 +113,7 @@ impl Attachments {
     pub(crate) fn begin_generation(&mut self) {
         self.end_generation();
         self.is_serving = true;
+        self.memories.values_mut().for_each(|attachment| attachment.is_early = true);
     }
 
     /// Every rank is gone, and with them the steps in flight.
@@ -133,10 +137,12 @@ impl Attachments {
         self.memories.get(&memory).is_some_and(|attachment| attachment.place == Place::Attached)
     }
 
-    /// Whether the memory of any open session waits for the answers of ranks.
+    /// Whether ranks have yet to answer for the memory of a session that was open when they were ready.
     pub(crate) fn are_awaited(&self) -> bool {
         self.memories.values().any(|attachment| {
-            !attachment.is_closing && matches!(attachment.place, Place::Nowhere | Place::Attaching)
+            attachment.is_early
+                && !attachment.is_closing
+                && matches!(attachment.place, Place::Nowhere | Place::Attaching)
         })
     }
 

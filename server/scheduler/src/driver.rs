@@ -23,7 +23,7 @@ pub struct Driver<R: Ranks> {
     attachments: Attachments,
     /// The generation whose ranks run, and the weights that they have.
     group: Option<(Generation, WeightVersion)>,
-    /// A generation whose ranks are ready, while they attach memories.
+    /// A generation whose ranks are ready, while they attach the memories of sessions that were open then.
     ready: Option<(Generation, WeightVersion)>,
     /// Steps in flight, and the memory of each of their segments whose rows ranks access in place.
     launched: VecDeque<(StepId, Vec<MemoryId>)>,

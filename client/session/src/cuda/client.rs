@@ -88,9 +88,10 @@ impl CudaSession {
             device: gpu.uuid()?,
         };
         opening.send(frame::GET_MODEL, &[]);
+        // The service lets a client pass a descriptor once it has checked the client's user.
+        let model = opening.expect(frame::MODEL, "MODEL")?;
         opening.send(frame::OPEN, bytemuck::bytes_of(&open));
         opening.send_descriptor(memory.export()?);
-        let model = opening.expect(frame::MODEL, "MODEL")?;
         let opened: OpenedCuda = opening.expect_record(frame::OPENED_CUDA, "OPENED")?;
         if (opened.version, opened.kind) != (VERSION, KIND_CUDA) {
             let (version, kind) = (opened.version, opened.kind);

@@ -29,18 +29,20 @@ pub(super) struct EndedSession {
 impl EndedSession {
     /// Waits until the client no longer uses the session's memory. It may still read answers that came before the end, and its GPU
     /// may have registered the memory. The client's socket closes when it is done, and when it dies.
-    pub(super) fn wait_for_client(self, socket: &UnixStream) {
+    pub(super) fn wait_for_client(self, socket: UnixStream) {
         loop {
             // Only the end of both directions is reported; bytes that the client still sends are not read.
-            match poll(&mut [PollFd::new(socket, PollFlags::empty())], None) {
+            match poll(&mut [PollFd::new(&socket, PollFlags::empty())], None) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => {}
-                Ok(_) => return,
+                Ok(_) => break,
                 Err(error) => {
                     tracing::warn!(session = self.session.number(), %error, "cannot wait for the end of a client");
-                    return;
+                    break;
                 }
             }
         }
+        // Closed here while the session is charged; its release closes the last handle.
+        drop(socket);
     }
 }
 
@@ -57,12 +59,12 @@ impl Drop for EndedSession {
 
 impl Shared {
     /// Serves the connection of a user who may open sessions until its end, or that of its session. `opening` counts it until it has
-    /// opened one.
+    /// opened one, and is left as it is otherwise.
     pub(super) fn serve(
         self: &Arc<Self>,
         socket: &UnixStream,
         opener: Opener,
-        opening: Option<Opening>,
+        opening: &mut Option<Opening>,
     ) -> io::Result<Option<EndedSession>> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {

@@ -170,7 +170,7 @@ pub fn socket(data: &[u8]) {
     let shared = shared(Echo::new(u64::MAX), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
-        move || drop(shared.serve(&service, opener(), None))
+        move || drop(shared.serve(&service, opener(), &mut None))
     });
     let mut reading = client.try_clone().expect("a descriptor");
     // The descriptor of the region arrives with a byte that is read without it, and is closed.

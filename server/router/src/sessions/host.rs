@@ -71,6 +71,7 @@ impl HostSession {
         held: HeldRegion,
     ) -> Arc<Self> {
         let table = CallTable::new(memory.calls() as usize, memory.rows().len());
+        let held = held.with_socket(session.socket());
         Arc::new(HostSession {
             session,
             spins_after_answers: AtomicBool::new(false),

@@ -17,10 +17,13 @@ use tokio_util::sync::CancellationToken;
 use super::Steps;
 use super::registry::{SessionLimits, SessionRegistry};
 use super::session::Opener;
+use crate::apart::{Closing, drop_apart};
 use crate::api::{Address, BindError, Listener, ModelDescription, PlainSocket, client_key};
 use crate::progress;
 use crate::steps::{ClientMemory as _, Service};
 use crate::telemetry::{Rarely, RequestMetrics, names};
+use expertd_ipc::control::DeviceKind;
+use expertd_ipc::passing::allow_passed_descriptors;
 
 /// Mode of the socket while only the service's own user may open sessions.
 const OWN_MODE: u32 = 0o600;
@@ -66,6 +69,8 @@ pub(super) struct Shared {
     connections: AtomicUsize,
     /// Clients by user that are connected and have not opened a session.
     opening: Mutex<HashMap<u32, usize>>,
+    /// Clients that are being refused.
+    refusing: Closing,
     /// When each of [`REFUSALS`] was logged.
     refused: Mutex<[Rarely; REFUSALS.len()]>,
 }
@@ -82,6 +87,7 @@ impl SessionServer {
         let own = rustix::process::geteuid().as_raw();
         let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
         let listener = Listener::bind(&config.listen, mode).await?;
+        listener.deny_passed_descriptors();
         let registry = Arc::clone(service.sessions());
         Ok(SessionServer { listener, shared: Arc::new(Shared::new(config, service, registry)) })
     }
@@ -91,10 +97,11 @@ impl SessionServer {
         let heartbeat = progress::need("the task that accepts sessions");
         loop {
             heartbeat.tick();
+            let may_accept = self.shared.refusing.has_room();
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(progress::TICK) => {}
-                accepted = self.listener.accept() => match accepted {
+                accepted = self.listener.accept(), if may_accept => match accepted {
                     Ok((PlainSocket::Right(stream), _)) => self.shared.connected(stream),
                     Ok(_) => {}
                     Err(error) => {
@@ -158,8 +165,19 @@ impl Shared {
         gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
         let description = ModelDescription::default();
-        let (opening, refused) = (Mutex::default(), Mutex::default());
-        Shared { config, steps, registry, metrics, description, next, connections, opening, refused }
+        let (opening, refusing, refused) = (Mutex::default(), Closing::default(), Mutex::default());
+        Shared {
+            config,
+            steps,
+            registry,
+            metrics,
+            description,
+            next,
+            connections,
+            opening,
+            refusing,
+            refused,
+        }
     }
 
     /// Threads of connections and sessions that have not ended, without those that wait for the clients of ended sessions.
@@ -178,14 +196,17 @@ impl Shared {
         });
         let (Ok(peer), Ok(socket)) = (peer, prepared) else { return };
         let user = peer.uid();
-        // Refusals are a few bytes, which an empty socket always takes.
         if let Err(text) = self.check_user(user) {
-            return self.refuse(&socket, "user", &text);
+            return self.turn_away(socket, "user", &text);
         }
-        let opening = match self.begin_opening(user) {
-            Ok(opening) => opening,
-            Err(text) => return self.refuse(&socket, "limit", &text),
+        let mut opening = match self.begin_opening(user) {
+            Ok(opening) => Some(opening),
+            Err(text) => return self.turn_away(socket, "limit", &text),
         };
+        // Only clients of CUDA sessions pass a descriptor.
+        if self.steps.device() == DeviceKind::Cuda {
+            let _ = allow_passed_descriptors(&socket, true);
+        }
         let connected = self.connected_again();
         let opener = Opener {
             user,
@@ -194,18 +215,30 @@ impl Shared {
         };
         let thread = std::thread::Builder::new().name("session".to_owned());
         let started = thread.spawn(move || {
-            let served = connected.0.serve(&socket, opener, Some(opening));
+            let served = connected.0.serve(&socket, opener, &mut opening);
             // A client that keeps its socket does not delay the end of the service.
             drop(connected);
             match served {
-                Ok(Some(ended)) => ended.wait_for_client(&socket),
-                Ok(None) => {}
-                Err(error) => tracing::debug!(user, %error, "the socket of a client broke"),
+                Ok(Some(ended)) => ended.wait_for_client(socket),
+                Ok(None) => drop(socket),
+                Err(error) => {
+                    tracing::debug!(user, %error, "the socket of a client broke");
+                    drop(socket);
+                }
             }
+            // A client counts until its socket is closed, which can take as long as it likes.
+            drop(opening);
         });
         if let Err(error) = started {
             tracing::warn!(%error, "cannot start the thread of a session");
         }
+    }
+
+    /// Tells a client why it is turned away, and closes its socket on a thread of its own.
+    fn turn_away(&self, socket: UnixStream, reason: &'static str, text: &str) {
+        // A few bytes, which an empty socket always takes.
+        self.refuse(&socket, reason, text);
+        drop_apart((socket, self.refusing.begin()));
     }
 
     /// Tells a client why it is turned away. Users who may not open sessions can connect at will, so that not every line is logged.

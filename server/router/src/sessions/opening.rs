@@ -47,7 +47,7 @@ impl Shared {
         socket: &UnixStream,
         opener: Opener,
         payload: &[u8],
-        opening: Option<Opening>,
+        opening: &mut Option<Opening>,
     ) -> Result<OpenSession, String> {
         let Prepared { session, frame, region, thread } = match kind_of(payload)? {
             KIND_CUDA => self.prepare_cuda(socket, opener, payload)?,
@@ -56,8 +56,8 @@ impl Shared {
         self.registry.add(&self.config.limits, &session)?;
         self.steps.memory_opened(Box::new(session.clone()));
         let attached = session.session().wait_attached(Instant::now() + ATTACH_TIMEOUT);
-        drop(opening);
         let started = attached.and_then(|()| {
+            *opening = None;
             socket::send(socket, frame.0, &frame.1)
                 .and_then(|()| socket::send_region(socket, &region))
                 .and_then(|()| socket.set_read_timeout(None))

@@ -6,67 +6,64 @@
 //! a descriptor that a client passed takes as long as the client likes. What is not released yet is charged, so that the limit on
 //! sessions' memories bounds the threads.
 
-use std::mem::take;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use expertd_shm::SharedRegion;
 
 use super::registry::Charge;
+use crate::apart::drop_apart;
 
-/// A region that the service made for a client, and the memory that the client passed. When it is dropped, the pages are freed and
-/// the descriptor is closed, and then they are charged no more. Its owner drops it once the client may not use it any more, and after
-/// its own views of it.
+/// A region that the service made for a client, the memory that the client passed, and the client's socket. When it is dropped, a thread
+/// frees the pages and closes the descriptors, and then they are charged no more. Its owner drops it once the client may not use the
+/// region any more, and after its own views of it and its own handle of the socket.
 #[derive(Debug)]
-pub(super) struct HeldRegion {
-    spent: Option<Spent>,
-}
+pub(super) struct HeldRegion(Option<Spent>);
 
-/// Memory that nothing in the service uses.
+/// Memory that nothing in the service uses, and descriptors that close as slowly as the client likes.
 #[derive(Debug)]
 struct Spent {
     region: Arc<SharedRegion>,
     memory: Option<OwnedFd>,
+    socket: Option<Arc<UnixStream>>,
+    /// Dropped last.
+    #[expect(dead_code, reason = "held until it is dropped")]
     charge: Charge,
 }
 
-impl Spent {
-    fn release(self) {
-        let Spent { region, memory, charge } = self;
+impl Drop for Spent {
+    fn drop(&mut self) {
         // Before the mapping ends, because a mapping without pages ends at once.
-        if let Err(error) = region.free_pages() {
+        if let Err(error) = self.region.free_pages() {
             tracing::error!(%error, "the pages of a session's memory stay as long as its client keeps them");
         }
-        drop(region);
-        drop(memory);
-        drop(charge);
     }
 }
 
 impl HeldRegion {
     pub(super) fn new(region: &Arc<SharedRegion>, memory: Option<OwnedFd>, charge: Charge) -> Self {
-        HeldRegion { spent: Some(Spent { region: Arc::clone(region), memory, charge }) }
+        HeldRegion(Some(Spent { region: Arc::clone(region), memory, socket: None, charge }))
+    }
+
+    /// Holds the client's socket as well.
+    pub(super) fn with_socket(mut self, socket: &Arc<UnixStream>) -> Self {
+        if let Some(spent) = &mut self.0 {
+            spent.socket = Some(Arc::clone(socket));
+        }
+        self
     }
 
     /// The memory that the client passed.
     pub(super) fn memory(&self) -> Option<BorrowedFd<'_>> {
-        self.spent.as_ref()?.memory.as_ref().map(OwnedFd::as_fd)
+        self.0.as_ref()?.memory.as_ref().map(OwnedFd::as_fd)
     }
 }
 
 impl Drop for HeldRegion {
     fn drop(&mut self) {
-        let Some(spent) = take(&mut self.spent) else { return };
-        let spent = Arc::new(std::sync::Mutex::new(Some(spent)));
-        let release = |spent: &std::sync::Mutex<Option<Spent>>| {
-            let spent = spent.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            spent.into_iter().for_each(Spent::release);
-        };
-        let of_thread = Arc::clone(&spent);
-        let thread = std::thread::Builder::new().name("session-release".to_owned());
-        if thread.spawn(move || release(&of_thread)).is_err() {
-            // Without a thread the memory is released here, however long that takes.
-            release(&spent);
+        if let Some(spent) = self.0.take() {
+            drop_apart(spent);
         }
     }
 }
@@ -74,8 +71,6 @@ impl Drop for HeldRegion {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::io::Write as _;
-    use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
@@ -85,6 +80,7 @@ mod tests {
     use expertd_session::memory::SessionMemory;
 
     use super::*;
+    use crate::apart::tests::{lingering, pass};
     use crate::backend::ClientKey;
     use crate::sessions::cuda::CudaSession;
     use crate::sessions::host::HostSession;
@@ -150,18 +146,6 @@ mod tests {
         assert_eq!((blocks(&kept_host), blocks(&kept_cuda)), (0, 0), "what is not charged has no pages");
     }
 
-    /// A socket that lingers over bytes that its peer does not read.
-    fn lingering() -> (OwnedFd, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let peer = listener.accept().unwrap().0;
-        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
-        socket.set_nonblocking(true).unwrap();
-        while (&socket).write(&[0; 1 << 16]).is_ok() {}
-        socket.set_nonblocking(false).unwrap();
-        (socket.into(), peer)
-    }
-
     #[test]
     fn a_descriptor_that_closes_slowly_delays_no_other_thread() {
         let registry = SessionRegistry::default();
@@ -169,6 +153,23 @@ mod tests {
         let (cuda, _) = cuda(&registry, memory);
         let begun = Instant::now();
         drop(cuda);
+        assert!(begun.elapsed() < Duration::from_secs(2), "the close was waited for");
+        assert!(!is_free(&registry), "it is charged until it is closed");
+        drop(peer);
+        wait_until_free(&registry);
+
+        // One that waits in the socket of a session.
+        let (descriptor, peer) = lingering();
+        let (service, client) = UnixStream::pair().unwrap();
+        pass(&client, descriptor);
+        drop(client);
+        let (memory, rings) = SessionMemory::create(2, 1 << 20).unwrap();
+        let charge = registry.charge(&LIMITS, 0, memory.region().len()).unwrap();
+        let held = registry.hold(memory.region(), None, charge);
+        let common = Session::new(3, OPENER, service, Arc::new(RequestMetrics::new("Session")));
+        let host = HostSession::new(common, memory, rings.completions, held);
+        let begun = Instant::now();
+        drop(host);
         assert!(begun.elapsed() < Duration::from_secs(2), "the close was waited for");
         assert!(!is_free(&registry), "it is charged until it is closed");
         drop(peer);

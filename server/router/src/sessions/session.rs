@@ -29,7 +29,7 @@ pub(super) struct Opener {
 pub(super) struct Session {
     number: u64,
     opener: Opener,
-    socket: UnixStream,
+    socket: Arc<UnixStream>,
     opened: Instant,
     /// Whether the client was told that the session is open.
     is_open: AtomicBool,
@@ -46,7 +46,7 @@ impl Session {
         Session {
             number,
             opener,
-            socket,
+            socket: Arc::new(socket),
             opened: Instant::now(),
             is_open: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
@@ -60,6 +60,11 @@ impl Session {
 
     pub(super) const fn number(&self) -> u64 {
         self.number
+    }
+
+    /// The client's socket.
+    pub(super) const fn socket(&self) -> &Arc<UnixStream> {
+        &self.socket
     }
 
     pub(super) const fn user(&self) -> u32 {

@@ -77,6 +77,19 @@ fn a_refused_memory_is_detached_when_its_client_goes() {
 }
 
 #[test]
+fn a_generation_waits_for_memories_that_were_open_when_its_ranks_were_ready() {
+    let mut table = Attachments::new(2);
+    table.open(MemoryId(1));
+    table.begin_generation();
+    table.open(MemoryId(2));
+    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(1))));
+    assert!(table.are_awaited());
+    answer_all(&mut table, 1, ATTACHED);
+    assert!(!table.are_awaited());
+    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(2))));
+}
+
+#[test]
 fn answers_to_no_order_are_faults() {
     let mut table = Attachments::new(2);
     table.begin_generation();

@@ -124,7 +124,7 @@ impl<R: Ranks> Driver<R> {
         self.begin_steps();
     }
 
-    /// Lets steps form once the ranks have answered for every memory.
+    /// Lets steps form once the ranks have answered for the memories of sessions that were open when they were ready.
     pub(super) fn begin_steps(&mut self) {
         if let Some((generation, version)) = self.ready.take_if(|_| !self.attachments.are_awaited()) {
             self.ranks.note_steps();

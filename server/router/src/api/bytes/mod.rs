@@ -5,3 +5,4 @@ pub(in crate::api) mod answer;
 pub(in crate::api) mod body;
 pub(in crate::api) mod budget;
 pub(in crate::api) mod charges;
+pub(in crate::api) mod windows;

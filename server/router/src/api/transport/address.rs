@@ -6,11 +6,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use expertd_ipc::passing::deny_passed_descriptors;
+use expertd_ipc::passing::allow_passed_descriptors;
 use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
+use super::passed::Receiving;
 use super::places::Origin;
 use super::unix::UnixSocket;
 
@@ -149,10 +150,10 @@ impl Listener {
         }
     }
 
-    /// Makes the kernel refuse descriptors that peers pass over a Unix-domain socket, which nothing here receives.
-    pub(in crate::api) fn deny_passed_descriptors(&self) {
+    /// Makes the kernel refuse descriptors that peers pass over a Unix-domain socket.
+    pub(crate) fn deny_passed_descriptors(&self) {
         if let Listener::Unix(socket) = self
-            && let Err(error) = deny_passed_descriptors(socket.listener())
+            && let Err(error) = allow_passed_descriptors(socket.listener(), false)
         {
             tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
         }
@@ -179,7 +180,7 @@ impl Listener {
 pub(crate) type PlainSocket = Either<TcpStream, UnixStream>;
 
 /// An accepted connection after the TLS handshake, if TLS is configured.
-pub(in crate::api) type Socket = Either<PlainSocket, Box<TlsStream<TcpStream>>>;
+pub(in crate::api) type Socket = Either<Either<TcpStream, Receiving>, Box<TlsStream<TcpStream>>>;
 
 #[cfg(test)]
 mod tests {

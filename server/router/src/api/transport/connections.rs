@@ -2,12 +2,9 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
-use std::sync::mpsc;
 use std::time::Duration;
 
-use expertd_proto::transport::{
-    CONNECTION_WINDOW_BYTES, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_FRAME_BYTES, STREAM_WINDOW_BYTES,
-};
+use expertd_proto::transport::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_FRAME_BYTES};
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -18,9 +15,12 @@ use tokio_util::task::TaskTracker;
 
 use super::address::{Listener, PlainSocket, Socket};
 use super::layers::{Admit, Authenticate, Client, Services};
+use super::passed::{PassedDescriptors, Receiving};
 use super::places::{Origin, Place, Places};
+use crate::apart::{Closing, drop_apart};
 use crate::api::access::{Peer, Protocol, peer_name};
 use crate::api::bytes::activity::{Activity, ConnectionTimeouts, Verdict};
+use crate::api::bytes::windows::{Window, Windows};
 use crate::progress;
 use crate::telemetry::{Rarely, names};
 
@@ -62,6 +62,7 @@ pub(super) fn count_end(reason: &'static str) {
 pub(in crate::api) struct Connections {
     services: Arc<Services>,
     places: Arc<Places>,
+    windows: Arc<Windows>,
     timeouts: ConnectionTimeouts,
     max_streams: u32,
     tasks: TaskTracker,
@@ -84,23 +85,25 @@ impl Connections {
         for reason in ENDS {
             counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
         }
+        let windows = Windows::new(services.budget.total() / 2);
         let (services, max_streams) = (Arc::new(services), max_streams.max(1));
         let tasks = TaskTracker::new();
-        Arc::new(Connections { services, places, timeouts, max_streams, tasks, closing, end })
+        Arc::new(Connections { services, places, windows, timeouts, max_streams, tasks, closing, end })
     }
 
     /// Accepts connections until the service closes. A connection above a limit is closed.
     pub(in crate::api) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
-        let closer = Closer::start();
+        let refusing = Closing::default();
         let heartbeat = progress::need("the task that accepts connections");
         let mut ticks = tokio::time::interval(progress::TICK);
         loop {
             heartbeat.tick();
+            let may_accept = refusing.has_room();
             let (socket, origin) = tokio::select! {
                 () = self.closing.cancelled() => return heartbeat.finish(),
                 _ = ticks.tick() => continue,
-                accepted = listener.accept() => match accepted {
+                accepted = listener.accept(), if may_accept => match accepted {
                     Ok(accepted) => accepted,
                     Err(error) => {
                         if let Some(times) = failed.now() {
@@ -111,14 +114,16 @@ impl Connections {
                     }
                 },
             };
-            let apart = closer.keep(&socket);
             match self.places.take(origin) {
                 Ok(place) => {
                     counter!(names::CONNECTIONS_ACCEPTED_TOTAL).increment(1);
-                    self.tasks.spawn(Arc::clone(&self).drive(socket, origin, place, apart));
+                    let seated = Seated::new(&socket, place);
+                    self.tasks.spawn(Arc::clone(&self).drive(socket, origin, seated));
                 }
                 Err(reason) => {
-                    drop((socket, apart));
+                    if let Either::Right(unix) = socket {
+                        drop_apart((unix, refusing.begin()));
+                    }
                     count_end(reason);
                     if let Some(times) = refused.now() {
                         tracing::warn!(reason, times, "refused connections");
@@ -128,27 +133,27 @@ impl Connections {
         }
     }
 
-    /// Serves a connection. Its place and the handle for its end are dropped last, also if a call panics.
-    async fn drive(
-        self: Arc<Self>,
-        socket: PlainSocket,
-        origin: Origin,
-        place: Place,
-        _apart: Option<Apart>,
-    ) {
+    /// Serves a connection. Its place is dropped last, also if a call panics.
+    async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, seated: Seated) {
+        let Some((_, passed, place)) = &seated.0 else { return };
         let _open = self.services.public.is_some().then(Open::new);
         let secured = tokio::select! {
             () = self.end.cancelled() => return,
-            secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin)) => secured,
+            secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin, passed)) => secured,
         };
         match secured {
-            Ok(Ok((socket, peer))) => self.serve(socket, peer, origin, &place).await,
+            Ok(Ok((socket, peer))) => self.serve(socket, peer, origin, place).await,
             _ => count_end("tls"),
         }
     }
 
     /// Performs the TLS handshake if TLS is configured, and identifies the peer.
-    async fn secure(&self, socket: PlainSocket, origin: Origin) -> std::io::Result<(Socket, Peer)> {
+    async fn secure(
+        &self,
+        socket: PlainSocket,
+        origin: Origin,
+        passed: &PassedDescriptors,
+    ) -> std::io::Result<(Socket, Peer)> {
         let access = &self.services.access;
         match (socket, origin, access.tls()) {
             (Either::Left(stream), _, Some(tls)) => {
@@ -158,8 +163,14 @@ impl Connections {
                     .map_or(Peer::Unknown, |certificate| access.certificate_peer(peer_name(certificate)));
                 Ok((Either::Right(Box::new(stream)), peer))
             }
-            (socket, Origin::User(user), _) => Ok((Either::Left(socket), Peer::User(user))),
-            (socket, Origin::Address(_), _) => Ok((Either::Left(socket), Peer::Unknown)),
+            (Either::Left(stream), ..) => Ok((Either::Left(Either::Left(stream)), Peer::Unknown)),
+            (Either::Right(stream), origin, _) => {
+                let peer = match origin {
+                    Origin::User(user) => Peer::User(user),
+                    Origin::Address(_) => Peer::Unknown,
+                };
+                Ok((Either::Left(Either::Right(Receiving::new(stream, passed))), peer))
+            }
         }
     }
 
@@ -171,7 +182,9 @@ impl Connections {
         let admit = Admit::new(services.routes.clone(), services, Arc::clone(&activity), self.timeouts);
         let service = Authenticate::new(admit, client);
         let io = TokioIo::new(socket);
-        let serving = builder(self.max_streams).serve_connection(io, TowerToHyperService::new(service));
+        let window = self.windows.take();
+        let serving =
+            builder(self.max_streams, &window).serve_connection(io, TowerToHyperService::new(service));
         let mut driving = std::pin::pin!(serving);
         let must_authenticate = self.services.must_authenticate(origin);
         // Spread over an eighth of the age, so that connections opened together do not reconnect together.
@@ -217,13 +230,13 @@ impl Connections {
     }
 }
 
-fn builder(max_streams: u32) -> http2::Builder<TokioExecutor> {
+fn builder(max_streams: u32, window: &Window) -> http2::Builder<TokioExecutor> {
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder
         .timer(TokioTimer::new())
         .adaptive_window(false)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .initial_stream_window_size(window.of_stream())
+        .initial_connection_window_size(window.of_connection())
         .max_frame_size(MAX_FRAME_BYTES)
         .max_concurrent_streams(max_streams)
         .max_header_list_size(MAX_HEADER_BYTES)
@@ -250,38 +263,26 @@ impl Drop for Open {
     }
 }
 
-/// A thread that closes Unix-domain sockets. Where the kernel lets peers pass descriptors (before Linux 6.16), closing a socket closes
-/// them too, which can take as long as a peer likes.
-struct Closer(mpsc::Sender<OwnedFd>);
+/// The place of a connection. That of a Unix-domain socket is given back by the thread that closes the socket and what was passed over
+/// it.
+struct Seated(Option<(Option<OwnedFd>, PassedDescriptors, Place)>);
 
-impl Closer {
-    fn start() -> Closer {
-        let (sender, sockets) = mpsc::channel::<OwnedFd>();
-        let closing = std::thread::Builder::new().name("closer".to_owned());
-        if let Err(error) = closing.spawn(move || sockets.into_iter().for_each(drop)) {
-            tracing::warn!(%error, "cannot start the thread that closes sockets; others close them");
-        }
-        Closer(sender)
-    }
-
-    /// Keeps a Unix-domain socket open until the handle is dropped; the thread then closes it.
-    fn keep(&self, socket: &PlainSocket) -> Option<Apart> {
-        let Either::Right(stream) = socket else { return None };
-        let descriptor = stream.as_fd().try_clone_to_owned().ok()?;
-        Some(Apart { closer: self.0.clone(), descriptor: Some(descriptor) })
+impl Seated {
+    fn new(socket: &PlainSocket, place: Place) -> Seated {
+        let socket = match socket {
+            Either::Left(_) => None,
+            // Without a further handle the socket is closed by the runtime.
+            Either::Right(stream) => stream.as_fd().try_clone_to_owned().ok(),
+        };
+        Seated(Some((socket, PassedDescriptors::default(), place)))
     }
 }
 
-/// A further descriptor of a socket, which the closer's thread closes.
-struct Apart {
-    closer: mpsc::Sender<OwnedFd>,
-    descriptor: Option<OwnedFd>,
-}
-
-impl Drop for Apart {
+impl Drop for Seated {
     fn drop(&mut self) {
-        if let Some(descriptor) = self.descriptor.take() {
-            let _ = self.closer.send(descriptor);
+        match self.0.take() {
+            Some(held @ (Some(_), ..)) => drop_apart(held),
+            other => drop(other),
         }
     }
 }

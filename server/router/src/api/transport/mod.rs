@@ -3,6 +3,7 @@
 pub(super) mod address;
 mod connections;
 pub(super) mod layers;
+mod passed;
 pub(super) mod places;
 pub(super) mod server;
 mod unix;

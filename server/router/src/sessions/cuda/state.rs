@@ -53,6 +53,7 @@ impl CudaSession {
         open: OpenCuda,
         held: HeldRegion,
     ) -> Arc<Self> {
+        let held = held.with_socket(session.socket());
         let doorbells = control.doorbells();
         Arc::new(CudaSession {
             session,

@@ -84,16 +84,31 @@ impl World {
         Ok(())
     }
 
-    /// Checks that a generation serves only when its ranks have answered for the memory of every session.
+    /// Whether the ranks have answered for the memory of every session that was open when they were ready.
+    fn has_answered(&self) -> bool {
+        let Some(ranks) = &self.ranks else { return false };
+        let is_missing = |memory: &MemoryId| {
+            self.known(*memory).is_ok_and(|session| !session.is_known_to_end)
+                && (!ranks.asked.contains(memory)
+                    || ranks.order.as_ref().is_some_and(|order| order.memory == *memory))
+        };
+        !self.awaited.iter().any(is_missing)
+    }
+
+    /// Checks that a generation serves only when its ranks have answered for the memory of every session that was open when they were
+    /// ready.
     pub(super) fn check_answered_orders(&self) -> Result<(), String> {
         let Some(ranks) = &self.ranks else { return Err("a generation serves without ranks".to_owned()) };
         ensure!(ranks.is_ready, "a generation serves before its ranks are ready");
-        for (memory, session) in (1..).map(MemoryId).zip(&self.sessions) {
-            let is_open = session.is_known && !session.is_known_to_end;
-            let was_asked = ranks.asked.contains(&memory)
-                && ranks.order.as_ref().is_none_or(|order| order.memory != memory);
-            ensure!(!is_open || was_asked, "a generation serves before it has the memory {memory}");
-        }
+        ensure!(self.has_answered(), "a generation serves before its ranks have attached {:?}", self.awaited);
+        Ok(())
+    }
+
+    /// Checks that a generation that is ready does not wait for sessions that were opened later.
+    pub(super) fn check_ready_generation(&self) -> Result<(), String> {
+        let ready = self.ranks.as_ref().filter(|ranks| ranks.is_ready_heard && !ranks.is_dead);
+        let waits = ready.is_some_and(|ranks| ranks.answers.is_empty()) && self.told.serving.is_none();
+        ensure!(!waits || !self.has_answered(), "a generation is ready and does not serve");
         Ok(())
     }
 }

@@ -174,6 +174,7 @@ impl World {
         self.check_counts(steps)?;
         self.check_examined(steps)?;
         self.check_waiting_generation()?;
+        self.check_ready_generation()?;
         self.check_rest(steps)?;
         self.check_work_is_done(steps)?;
         (self.dropped_tokens, self.is_just_ready, self.heard_fault) = (0, false, false);

@@ -11,6 +11,7 @@ use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 use super::check_steps::is_trial;
 use super::inputs::Call;
 use super::ranks::{Loaders, Order, RankStep, Ranks, Source};
+use super::sessions::Session;
 use super::world::World;
 
 impl Callers for World {
@@ -345,6 +346,9 @@ impl Machine for World {
         let checked = self.check_ready(generation, version, *source);
         self.demand(checked);
         self.served = (version, *source);
+        let is_open = |(_, session): &(u32, &Session)| session.is_known && !session.is_known_to_end;
+        let open = (1..).zip(&self.sessions).filter(is_open);
+        self.awaited = open.map(|(memory, _)| MemoryId(memory)).collect();
     }
 
     fn note_steps(&mut self) {

@@ -276,7 +276,7 @@ fn sessions(random: &mut Random, seed: u64) -> Schedule {
             79..85 => Input::Turns { count: random.between(1, 12) as usize },
             _ => Input::UntilAsleep,
         });
-        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(60) {
+        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
             inputs.push(Input::Fault { is_load: false });
         }
     }

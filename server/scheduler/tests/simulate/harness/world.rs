@@ -90,6 +90,8 @@ pub struct World {
     pub(super) load_failed: Option<(Source, bool)>,
     /// The version of a generation whose ranks could not be started.
     pub(super) failed_to_form: Option<WeightVersion>,
+    /// Memories of the sessions that were open when the ranks were ready.
+    pub(super) awaited: Vec<MemoryId>,
     /// Memories that processes of an ended generation may still write, whose sessions have not been ended.
     pub(super) endangered: Vec<MemoryId>,
     /// Whether a fault was noted in this round, and whether one must be.
@@ -155,6 +157,7 @@ impl World {
             served: (WeightVersion(1), Source(0)),
             load_failed: None,
             failed_to_form: None,
+            awaited: Vec::new(),
             endangered: Vec::new(),
             heard_fault: false,
             next_form_fails: false,
