@@ -202,7 +202,6 @@ impl World {
         let (mut restless, mut applied) = (0, 0);
         for _ in 0..100_000 {
             let end = driver.round();
-            let (wake_at, heard) = (driver.wake_at(), driver.heard_experts());
             let (steps, world) = driver.parts();
             if let Some(violation) = world.violation.take() {
                 return Err(violation);
@@ -212,6 +211,10 @@ impl World {
             }
             world.check_round(steps)?;
             world.tell_stale_news(steps);
+            // The thread publishes counts before it falls asleep.
+            world.pulse();
+            let (wake_at, heard) = (driver.wake_at(), driver.heard_experts());
+            let (steps, world) = driver.parts();
             if steps.has_news_for_inbox(world.now) {
                 let is_news = std::mem::replace(&mut applied, world.applied) != world.applied;
                 restless = if is_news { 0 } else { restless + 1 };
