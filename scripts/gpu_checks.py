@@ -35,7 +35,7 @@ BUILDS = {
     "session_cuda": (["--package", "expertd-session", "--test", "cuda"], "cuda"),
 }
 # The kernels without a service; the last one needs two GPUs.
-DEVICE = ["gate", "experts", "loopback", "faults", "staging", "peers ranks=2 timing=0"]
+DEVICE = ["gate", "experts", "loopback", "fp8_rows", "faults", "staging", "peers ranks=2 timing=0"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
 NOT_TESTS = ["victim", "stand_in"]

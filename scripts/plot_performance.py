@@ -62,6 +62,8 @@ FLOOR = ("floor", "#59636e", "#9198a1", None)
 PEERS = {
     "flashinfer": ("FlashInfer", "#d55e00", "#ff8b3d", "square"),
     "deepgemm": ("DeepGEMM", "#aa4490", "#e8a0cd", "diamond"),
+    "deepgemm_masked": ("DeepGEMM", "#aa4490", "#e8a0cd", "diamond"),
+    "triton_kernels": ("triton_kernels", "#00795a", "#2fc79b", "square"),
     "torch": ("PyTorch", "#8a6d00", "#e8c33c", "triangle"),
     "triton": ("Triton", "#00795a", "#2fc79b", "square"),
     "nccl_ep": ("NCCL EP", "#aa4490", "#e8a0cd", "diamond"),

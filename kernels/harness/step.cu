@@ -5,7 +5,8 @@
 //   step STEPS MODEL:RANKS:TOKENS[:TILE_ROWS[:FLAGS[:SEGMENTS[:COPY_BLOCKS]]]] ...      e.g. step 400 qwen3-30b:1:1 olmoe-7b:2:8
 //
 // FLAGS is added to EXPERTD_LAUNCH_PROGRAMMATIC (4: EXPERTD_LAUNCH_FEW_ROWS). SEGMENTS is the number of separate runs of rows in host
-// memory (default 1); if it is negative, rows and results are in device memory, as those of CUDA sessions.
+// memory (default 1); if it is negative, rows and results are in device memory, as those of CUDA sessions. With STEP_BF16_ROWS the
+// experts of a rank alone quantise rows themselves.
 //
 // Prints medians in microseconds since the begin of copy_in, and a hash of all results, which is equal for kernels that give equal bits.
 #include <chrono>
@@ -93,7 +94,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     std::vector<Buffer<bf16>> gates;
     std::vector<GateLayer> gate_layers;
     for (int i = 0; i < layer_count; i++) {
-        layers.emplace_back(m, local, false);
+        layers.emplace_back(m, local, false, 128);
         views.push_back(layers.back().view);
         gates.push_back(random_buffer<bf16>(size_t(m.experts) * m.hidden, 1.0f));
         gate_layers.push_back({gates.back().data, nullptr, nullptr, nullptr, nullptr});
@@ -113,6 +114,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     Buffer<SlotState> state(std::vector<SlotState>{first});
     Buffer<bf16> rows(size_t(max_tokens) * m.hidden), y(size_t(entries) * m.hidden), out(2 * size_t(max_tokens) * m.hidden);
     Buffer<bf16> x_panels(size_t(panel_rows) * m.hidden), h(size_t(panel_rows) * m.inter);
+    const ScaleWorkspace scales(m, panel_rows);
     Buffer<int32_t> ids(max_tokens * m.k), token_ids(max_tokens);
     Buffer<float> weights(max_tokens * m.k), row_weight(entries);
     Buffer<uint32_t> offsets(local + 1), row_index(entries), position(entries), block_counts(kMaxBlocks * local);
@@ -149,7 +151,12 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     mlp.expert_offsets = reinterpret_cast<int32_t*>(offsets.data), mlp.row_index = reinterpret_cast<int32_t*>(row_index.data);
     mlp.row_weight = row_weight.data, mlp.x = ranks == 1 ? reinterpret_cast<uint8_t*>(rows.data) : window.data + g.rows, mlp.y = y.data, mlp.x_panels = x_panels.data;
     mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC | flags;
-    mlp.tile_rows = tile_rows;
+    mlp.tile_rows = tile_rows, mlp.x_scales = scales.x.data, mlp.h_scales = scales.h.data;
+    // As ranks do: with few rows a rank alone leaves them in bf16. The peers that the host plays always send bf16.
+    if (m.format == EXPERTD_W8A8 && ranks == 1 && (flags & EXPERTD_LAUNCH_FEW_ROWS) == 0 && std::getenv("STEP_BF16_ROWS") == nullptr) {
+        dispatch.fp8_rows = 1;
+        mlp.x = window.data + g.rows, mlp.x_format = EXPERTD_ROWS_FP8, mlp.x_stride = fp8_row_bytes(m.hidden);
+    }
     CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
     CopyOutParams back{};
     back.group = g, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;

@@ -7,7 +7,9 @@
 // The first blocks exchange the routing, which is small, and list rows while the rows of the other blocks are still under way. The
 // other blocks send rows and end, except the first of them, which waits for the rows of all ranks. So the kernel ends only after
 // all flags of all ranks have arrived, and both rows and lists are complete for the experts.
-#include "dispatch_lists.cuh"
+//
+// In a group of one rank nothing is sent. If experts take FP8 rows, the other blocks quantise each row once, into the window.
+#include "dispatch_clusters.cuh"
 #include "experts_quantise.cuh"
 
 namespace expertd {
@@ -36,11 +38,11 @@ __device__ __forceinline__ Item load_item(const DispatchParams& p, uint32_t item
         loaded.data[i] = word < words ? __ldcg(from + word) : make_uint4(0, 0, 0, 0);
     }
     loaded.id = 0;
-    if (lane < p.group.top_k) loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
+    if (p.group.ranks > 1 && lane < p.group.top_k) loaded.id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * p.group.top_k + lane);
     return loaded;
 }
 
-// Quantises and sends a piece of a row. The elements of 16 lanes share a scale.
+// Quantises a piece of a row and sends it to the ranks in `wanted`. The elements of 16 lanes share a scale.
 __device__ __forceinline__ void send_fp8(const DispatchParams& p, const Item& loaded, uint32_t wanted, uint64_t row, uint32_t piece,
                                          uint32_t words) {
     const Group& g = p.group;
@@ -68,11 +70,10 @@ __device__ __forceinline__ void send_fp8(const DispatchParams& p, const Item& lo
     }
 }
 
-__device__ __forceinline__ void send_item(const DispatchParams& p, const uint32_t* copies, const Item& loaded, uint32_t item,
-                                          uint32_t pieces, uint32_t words) {
+__device__ __forceinline__ void send_item(const DispatchParams& p, const uint32_t* copies, const Item& loaded, uint32_t token,
+                                          uint32_t piece, uint32_t words) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t token = item / pieces, piece = item - token * pieces;
     const uint64_t row = static_cast<uint64_t>(g.rank) * g.max_tokens + token;
     const uint32_t wanted = __reduce_or_sync(
         ~0u, lane < g.top_k ? 1u << rank_of(g, physical_of(g, copies, static_cast<uint32_t>(loaded.id), token)) : 0);
@@ -132,7 +133,7 @@ __device__ void carry_routing(const DispatchParams& p, const uint4& state, uint3
     stamp_end(g.state, kPrepare);
 }
 
-// Lists rows in a group of one rank, where nothing is sent and experts read `tokens`.
+// Lists rows in a group of one rank, where nothing is sent.
 __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t lists, uint32_t* counts) {
     const Group& g = p.group;
     // Load entries before the number of tokens is known: the buffers always hold max_tokens tokens.
@@ -166,32 +167,75 @@ __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t
     stamp_end(g.state, kPrepare);
 }
 
+// The pieces of this rank's rows that a warp has, out of those of all warps of `blocks` blocks. Neighbouring warps of a block have
+// neighbouring pieces of a row, and the blocks take turns.
+class Pieces {
+  public:
+    // Loads the first piece, as in carry_routing before the number of tokens is known.
+    __device__ __forceinline__ Pieces(const DispatchParams& p, uint32_t block, uint32_t blocks)
+        : p_(p), words_(p.group.hidden / 8), pieces_((words_ + kPiece - 1) / kPiece), item_(block * kWarps + threadIdx.x / 32), stride_(blocks * kWarps) {
+        if (item_ < p.group.max_tokens * pieces_) loaded_ = load_item(p, item_, pieces_, words_);
+    }
+
+    // Calls `send(piece, token, index of the piece, words of a row)` for each of them; the next one is loaded before.
+    template <class Send> __device__ __forceinline__ void each(uint32_t tokens, Send send) {
+        const uint32_t items = tokens * pieces_;
+        while (item_ < items) {
+            const Item current = loaded_;
+            const uint32_t token = item_ / pieces_, piece = item_ - token * pieces_;
+            item_ += stride_;
+            if (item_ < items) loaded_ = load_item(p_, item_, pieces_, words_);
+            send(current, token, piece, words_);
+        }
+    }
+
+  private:
+    const DispatchParams& p_;
+    const uint32_t words_, pieces_;
+    uint32_t item_;
+    const uint32_t stride_;
+    Item loaded_;
+};
+
 // Sends this rank's rows to the ranks of their experts. The first of these blocks also waits for the rows of all ranks.
 __device__ void carry_rows(const DispatchParams& p, const uint4& state, uint32_t lists) {
     const Group& g = p.group;
-    // Neighbouring warps of a block send neighbouring pieces of a row, and the blocks take turns. As in carry_routing, the first
-    // piece is loaded before the number of tokens is known.
-    const uint32_t words = g.hidden / 8;
-    const uint32_t pieces = (words + kPiece - 1) / kPiece;
     const uint32_t block = blockIdx.x - lists, blocks = gridDim.x - lists;
-    uint32_t item = block * kWarps + threadIdx.x / 32;
-    Item loaded;
-    if (item < g.max_tokens * pieces) loaded = load_item(p, item, pieces, words);
+    Pieces pieces(p, block, blocks);
     const StepView step = open_step(state, g.max_tokens);
     if (!step.ok) return;
     const uint32_t* copies = copies_of(g);
     const uint64_t flag = g.generation | step.sequence;
     random_delay(g, step.sequence);
-    const uint32_t items = step.tokens * pieces, stride = blocks * kWarps;
-    while (item < items) {
-        const Item current = loaded;
-        if (item + stride < items) loaded = load_item(p, item + stride, pieces, words);
-        send_item(p, copies, current, item, pieces, words);
-        item += stride;
-    }
+    pieces.each(step.tokens, [&](const Item& item, uint32_t token, uint32_t piece, uint32_t words) {
+        send_item(p, copies, item, token, piece, words);
+    });
     send_flags(g, g.dispatch_flags, flag);
     if (block != 0 || !wait_flags(g, g.dispatch_flags, flag, kDispatch, lists, blocks)) return;
     if (threadIdx.x == 0) g.state->end_ns[kDispatch] = now_ns();
+}
+
+// Quantises the rows of a rank alone, each once, while the first blocks list them.
+__device__ void quantise_alone(const DispatchParams& p, const uint4& state, uint32_t lists) {
+    Pieces pieces(p, blockIdx.x - lists, gridDim.x - lists);
+    const StepView step = open_step(state, p.group.max_tokens);
+    if (!step.ok) return;
+    pieces.each(step.tokens, [&](const Item& item, uint32_t token, uint32_t piece, uint32_t words) {
+        send_fp8(p, item, 1, token, piece, words);
+    });
+}
+
+// Lists the rows of a rank alone in a grid of clusters. All blocks take the same branch: nothing sets the error word while this kernel
+// runs.
+__device__ void list_many_alone(const DispatchParams& p, const uint4& state, uint32_t* counts) {
+    const StepView step = open_step(state, p.group.max_tokens);
+    if (!step.ok) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        p.group.state->exchange = step.sequence;
+        p.group.state->end_ns[kDispatch] = now_ns();
+    }
+    list_by_clusters(p, step.tokens, counts);
+    stamp_end(p.group.state, kPrepare);
 }
 
 template <int Count>
@@ -201,10 +245,14 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     begin_kernel();
     stamp_begin(p.group.state, kDispatch);
     const uint4 state = head(p.group.state);
-    // A rank alone has only the blocks that list.
-    const bool alone = Count == 1 && p.group.ranks == 1;
-    const uint32_t lists = alone ? gridDim.x : list_blocks(gridDim.x);
-    if (alone) {
+    const bool alone = Count == 1 && p.group.ranks == 1, clusters = alone && cluster_blocks() > 1;
+    // A rank alone whose rows stay in bf16 has only the blocks that list.
+    const uint32_t lists = clusters ? kClusterLists : alone && p.fp8_rows == 0 ? gridDim.x : list_blocks(gridDim.x);
+    if (alone && blockIdx.x >= lists) {
+        quantise_alone(p, state, lists);
+    } else if (clusters) {
+        list_many_alone(p, state, counts);
+    } else if (alone) {
         list_alone(p, state, lists, counts);
     } else if (blockIdx.x < lists) {
         carry_routing(p, state, lists, counts);
@@ -223,6 +271,9 @@ extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t 
     const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
     if (local > kMaxExperts) return cudaErrorInvalidValue;
     const uint32_t shared = max((kWarps + 2) * local, kFew) * sizeof(uint32_t);
-    const uint32_t launched = count == 1 && params->group.ranks == 1 ? list_blocks(blocks) : blocks;
-    return launch(dispatch<1>, dispatch<kMaxRanks>, params, count, launched, kThreads, true, stream, shared);
+    const bool alone = count == 1 && params->group.ranks == 1, clusters = alone && blocks >= kClustersFrom;
+    const uint32_t lists = clusters ? kClusterLists : list_blocks(blocks);
+    const uint32_t all = clusters ? blocks / kClusterBlocks * kClusterBlocks : blocks;
+    const uint32_t launched = alone && params->fp8_rows == 0 ? lists : all;
+    return launch(dispatch<1>, dispatch<kMaxRanks>, params, count, launched, kThreads, true, stream, shared, clusters ? kClusterBlocks : 1);
 }

@@ -163,11 +163,11 @@ impl SlotBuffers {
         }
     }
 
-    /// Device address of the rows (bf16 unless they were pushed in FP8) that dispatch lists and experts read: in the window or, in a group of one rank,
-    /// `tokens` itself.
+    /// Device address of the rows that dispatch lists and experts read: in the window or, in a group of one rank whose rows stay in
+    /// bf16, `tokens` itself. `fp8`: [`DispatchParams::fp8_rows`].
     #[must_use]
-    pub fn rows(&self, group: &Group) -> u64 {
-        if group.ranks == 1 {
+    pub fn rows(&self, group: &Group, fp8: bool) -> u64 {
+        if group.ranks == 1 && !fp8 {
             self.tokens.address()
         } else {
             group.windows[group.rank as usize] + group.layout.rows
@@ -179,7 +179,7 @@ impl SlotBuffers {
     pub fn scale(&self, group: Group) -> ScaleParams {
         ScaleParams {
             group,
-            rows: self.rows(&group),
+            rows: self.rows(&group, false),
             expert_offsets: self.expert_offsets.address(),
             row_index: self.row_index.address(),
             row_weight: self.row_weight.address(),

@@ -151,7 +151,7 @@ static_assert(sizeof(Group) == 200, "mirrored in src/params");
 
 // Pushes every token's row once to each rank that owns one of its experts, and all ids and weights to every rank. Meanwhile the
 // receiving ranks list the rows of each local expert. Row s * max_tokens + t of a window's `rows` is token t of source rank s. In
-// a group of one rank nothing is pushed: row t is token t of `tokens`.
+// a group of one rank nothing is pushed: row t is token t of `tokens` or, with `fp8_rows`, row t of the window.
 struct DispatchParams {
     Group group;
     const void* tokens;          // bf16 [T][H]
@@ -162,7 +162,7 @@ struct DispatchParams {
     float* row_weight;           // [assignments]
     uint32_t* position;          // [N][max_tokens][k]: index in row_index of each local choice; other entries are not written
     uint32_t* block_counts;      // scratch [kMaxBlocks][local experts]
-    uint32_t fp8_rows;           // 1: rows are quantised when they are sent; a row of the window then takes fp8_row_bytes()
+    uint32_t fp8_rows;           // 1: rows are quantised, by a rank alone into its window; a row of the window then takes fp8_row_bytes()
     uint32_t power_of_two_scales;  // 1: the scales of FP8 rows are rounded up to powers of two
 };
 static_assert(sizeof(DispatchParams) == 272, "mirrored in src/params");

@@ -29,10 +29,11 @@ SYNTH = {
 # Peers' programs and the formats of weights that they support.
 PEERS = {
     "torch": ("torch_layer.py", ["bf16"]),
-    "triton": ("triton_layer.py", ["bf16"]),
+    "triton": ("triton_layer.py", ["bf16", "fp8"]),
     "nccl_ep": ("nccl_ep_layer.py", ["bf16"]),
     "flashinfer": ("flashinfer_layer.py", ["bf16", "fp8"]),
     "deepgemm": ("deepgemm_layer.py", ["fp8"]),
+    "deepgemm_masked": ("deepgemm_masked_layer.py", ["fp8"]),
     "triton_kernels": ("triton_kernels_layer.py", ["mxfp4"]),
 }
 # Peers that exchange rows between GPUs and so do not run on one.
@@ -159,7 +160,7 @@ def main():
     args = parser.parse_args()
     if "nccl_ep" in args.peers and not (args.peer_site and args.nccl_home):
         parser.error("nccl_ep needs --peer-site and --nccl-home")
-    unpacked = [name for name in ("flashinfer", "deepgemm", "triton_kernels") if name in args.peers]
+    unpacked = [name for name in ("flashinfer", "deepgemm", "deepgemm_masked", "triton_kernels") if name in args.peers]
     if unpacked and not args.peer_site:
         parser.error(f"{', '.join(unpacked)}: --peer-site is missing, the folder with the unpacked wheels")
     with tempfile.TemporaryDirectory() as folder:

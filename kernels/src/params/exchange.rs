@@ -24,7 +24,7 @@ pub struct DispatchParams {
     pub position: u64,
     /// Scratch: u32 `[MAX_BLOCKS, local experts]`.
     pub block_counts: u64,
-    /// 1: rows are quantised as they are sent and take [`fp8_row_bytes`] in the window.
+    /// 1: rows are quantised as they are sent and take [`fp8_row_bytes`] in the window. A rank alone then quantises into its window.
     pub fp8_rows: u32,
     /// 1: scales of these rows are rounded up to powers of two.
     pub power_of_two_scales: u32,

@@ -3,6 +3,7 @@
 //! `device` alone checks everything on one GPU with a loopback group of virtual ranks. `device COMMAND [key=value ...]`:
 //!
 //! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing, placements and delays.
+//! * `fp8_rows cases=N`: dispatch with FP8 rows.
 //! * `faults`: a rank that never takes part.
 //! * `gate cases=N`: routing functions against f64.
 //! * `experts`: the expert kernel in every weight format against f64.
@@ -15,6 +16,7 @@
 
 mod exchange;
 mod experts;
+mod fp8_rows;
 mod gate;
 mod peers;
 mod placed;
@@ -71,11 +73,13 @@ fn run(words: &[String]) -> Outcome {
         "all" => {
             exchange::loopback(&options)?;
             exchange::faults()?;
+            fp8_rows::check(&options)?;
             gate::check(&options)?;
             experts::check(&options)?;
             staging::check(&options)
         }
         "loopback" => exchange::loopback(&options),
+        "fp8_rows" => fp8_rows::check(&options),
         "faults" => exchange::faults(),
         "gate" => gate::check(&options),
         "experts" => experts::check(&options),

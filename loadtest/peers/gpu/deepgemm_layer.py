@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """DeepGEMM peer: its fused FP8 MoE for Hopper, which quantises rows, exchanges them, multiplies and combines in one kernel.
 
-The gate is PyTorch's. A single rank runs the same kernel with its buffers in plain memory. Needs sgl-deep-gemm
+The gate is that of all peers. A single rank runs the same kernel with its buffers in plain memory. Needs sgl-deep-gemm
 0.1.4.post1; see README.md for the environment.
 
 torchrun --nproc-per-node N deepgemm_layer.py [--shape S] [--tokens T ...]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """FlashInfer peer: its expert-parallel MoE for Hopper ("push"), in bf16 or FP8, with rows pushed into symmetric memory.
 
-The gate is PyTorch's. With FP8 weights rows and results cross the links in FP8 as well. Needs flashinfer-python
+The gate is that of all peers. With FP8 weights rows and results cross the links in FP8 as well. Needs flashinfer-python
 0.7.2.post1 and apache-tvm-ffi 0.1.15.post2; see README.md for the environment.
 
 torchrun --nproc-per-node N flashinfer_layer.py [--dtype bf16|fp8] [--shape S] [--tokens T ...]

@@ -1,4 +1,12 @@
-"""A small grouped MLP in Triton: rows sorted by expert, two GEMMs, silu and product in the first one's epilogue."""
+"""A small grouped MLP in Triton: rows sorted by expert, two GEMMs, silu and product in the first one's epilogue.
+
+PEER_TUNED names a folder with files of tile sizes as vLLM ships them for its fused MoE; without a file for the shape, sizes are those
+of `config`.
+"""
+
+import json
+import os
+from pathlib import Path
 
 import torch
 import triton
@@ -37,13 +45,23 @@ def list_kernel(ids, place, starts, listed, first, local, entries, BLOCK: tl.con
 
 
 @triton.jit
+def tile_of(program, tiles, columns, TOGETHER: tl.constexpr):
+    """Tile and column of a program: TOGETHER tiles take a column in turn, so that its weights are in the cache."""
+    group = program // (TOGETHER * columns)
+    first = group * TOGETHER
+    here = tl.minimum(tiles - first, TOGETHER)
+    within = program % (TOGETHER * columns)
+    return first + within % here, within // here
+
+
+@triton.jit
 def gate_up_kernel(
     x, w, h, listed, tile_expert, counts, inter, hidden, capacity, tiles_per_expert,
-    K: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """h[slot] = silu(x[row] gate^T) * (x[row] up^T). Rows by `listed`, or PADDED: [experts, capacity, hidden]."""
-    tile = tl.program_id(0) // tl.cdiv(inter, N)
-    column = tl.program_id(0) % tl.cdiv(inter, N)
+    columns = tl.cdiv(inter, N)
+    tile, column = tile_of(tl.program_id(0), tl.num_programs(0) // columns, columns, TOGETHER)
     lane = tl.arange(0, M)
     if PADDED:
         expert = tile // tiles_per_expert
@@ -85,11 +103,11 @@ def gate_up_kernel(
 @triton.jit
 def down_kernel(
     h, w, y, listed, weights, tile_expert, counts, inter, hidden, capacity, tiles_per_expert,
-    PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr,
+    PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """y[entry] = weight * h[slot] down^T; if PADDED, y[slot] without the weight."""
-    tile = tl.program_id(0) // tl.cdiv(hidden, N)
-    column = tl.program_id(0) % tl.cdiv(hidden, N)
+    columns = tl.cdiv(hidden, N)
+    tile, column = tile_of(tl.program_id(0), tl.num_programs(0) // columns, columns, TOGETHER)
     lane = tl.arange(0, M)
     if PADDED:
         expert = tile // tiles_per_expert
@@ -138,22 +156,35 @@ def sum_kernel(y, ids, out, first, local, hidden, K: tl.constexpr, BLOCK: tl.con
 
 
 def config(rows_per_expert):
-    """Tile sizes (M rows x N features, BK of the inner dimension), warps and stages, for gate_up and then down."""
+    """Tile sizes (M rows x N features, BK of the inner dimension), tiles together, warps and stages, for gate_up and then down."""
     if rows_per_expert <= 16:
-        return (16, 64, 128, 4, 4), (16, 64, 128, 4, 5)
+        return (16, 64, 128, 1, 4, 4), (16, 64, 128, 1, 4, 5)
     if rows_per_expert <= 48:
-        return (32, 64, 128, 4, 4), (32, 64, 128, 4, 5)
+        return (32, 64, 128, 1, 4, 4), (32, 64, 128, 1, 4, 5)
     if rows_per_expert <= 128:
-        return (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)
-    return (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)
+        return (64, 64, 64, 1, 4, 4), (64, 128, 64, 1, 4, 4)
+    return (128, 128, 64, 1, 8, 3), (128, 256, 64, 1, 8, 3)
+
+
+def tuned(shape, tokens, suffix=""):
+    """The same from vLLM's file for an H200, or None. A column of its gate_up has gate and up rows, ours both of half as many."""
+    name = f"E={shape.experts},N={shape.width},device_name=NVIDIA_H200{suffix}.json"
+    path = Path(os.environ.get("PEER_TUNED", "")) / name
+    if "PEER_TUNED" not in os.environ or not path.exists():
+        return None
+    sizes = {int(key): value for key, value in json.loads(path.read_text()).items() if key.isdigit()}
+    best = sizes[min(sizes, key=lambda key: abs(key - tokens))]
+    m, n, bk = (best[f"BLOCK_SIZE_{letter}"] for letter in "MNK")
+    rest = best["GROUP_SIZE_M"], best["num_warps"], best["num_stages"]
+    return (m, n // 2, bk, *rest), (m, n, bk, *rest)
 
 
 class Grouped:
     """Experts of one rank for at most `entries` choices; rows are indexed by lists built here."""
 
-    def __init__(self, device, shape, local, entries, rows_per_expert):
+    def __init__(self, device, shape, local, entries, rows_per_expert, sizes=None):
         self.shape, self.local, self.entries = shape, local, entries
-        self.gate_up, self.down = config(rows_per_expert)
+        self.gate_up, self.down = sizes or tuned(shape, entries // shape.top_k) or config(rows_per_expert)
         m = self.gate_up[0]
         assert self.down[0] == m
         self.tiles = triton.cdiv(entries, m) + min(local, entries)
@@ -163,9 +194,9 @@ class Grouped:
         self.h = torch.empty(self.tiles * m, shape.width, device=device, dtype=torch.bfloat16)
         self.y = torch.empty(entries, shape.hidden, device=device, dtype=torch.bfloat16)
 
-    def __call__(self, layer, rows, weights, ids, out):
-        """Takes rows bf16 [R, H], weights f32 and ids i64 [R, k]; writes out bf16 [R, H], sums over local choices."""
-        s, entries = self.shape, self.entries
+    def list(self, layer, ids):
+        """Lists the rows of each expert, in whole tiles."""
+        entries = self.entries
         self.counts.zero_()
         self.listed.fill_(-1)
         blocks = (triton.cdiv(entries, 256),)
@@ -176,15 +207,20 @@ class Grouped:
             EXPERTS=triton.next_power_of_2(self.local), TILES=64, M=m,
         )  # fmt: skip
         list_kernel[blocks](ids, self.place, self.starts, self.listed, layer.first, self.local, entries, BLOCK=256)
-        m, n, bk, warps, stages = self.gate_up
+
+    def __call__(self, layer, rows, weights, ids, out):
+        """Takes rows bf16 [R, H], weights f32 and integer ids [R, k]; writes out bf16 [R, H], sums over local choices."""
+        s = self.shape
+        self.list(layer, ids)
+        m, n, bk, together, warps, stages = self.gate_up
         gate_up_kernel[(self.tiles * triton.cdiv(s.width, n),)](
             rows, layer.gate_up, self.h, self.listed, self.tile_expert, self.counts, s.width, s.hidden, 0, 0,
-            K=s.top_k, PADDED=False, M=m, N=n, BK=bk, num_warps=warps, num_stages=stages,
+            K=s.top_k, PADDED=False, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        m, n, bk, warps, stages = self.down
+        m, n, bk, together, warps, stages = self.down
         down_kernel[(self.tiles * triton.cdiv(s.hidden, n),)](
             self.h, layer.down, self.y, self.listed, weights, self.tile_expert, self.counts, s.width, s.hidden, 0, 0,
-            PADDED=False, M=m, N=n, BK=bk, num_warps=warps, num_stages=stages,
+            PADDED=False, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         sum_kernel[(rows.shape[0], triton.cdiv(s.hidden, 1024))](
             self.y, ids, out, layer.first, self.local, s.hidden, K=s.top_k, BLOCK=1024, num_warps=4
@@ -201,15 +237,15 @@ class Padded:
 
     def __call__(self, layer, rows, counts, out):
         s = self.shape
-        m, n, bk, warps, stages = self.gate_up
+        m, n, bk, together, warps, stages = self.gate_up
         tiles = triton.cdiv(self.capacity, m)
         gate_up_kernel[(self.local * tiles * triton.cdiv(s.width, n),)](
             rows, layer.gate_up, self.h, None, None, counts, s.width, s.hidden, self.capacity, tiles,
-            K=s.top_k, PADDED=True, M=m, N=n, BK=bk, num_warps=warps, num_stages=stages,
+            K=s.top_k, PADDED=True, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        m, n, bk, warps, stages = self.down
+        m, n, bk, together, warps, stages = self.down
         tiles = triton.cdiv(self.capacity, m)
         down_kernel[(self.local * tiles * triton.cdiv(s.hidden, n),)](
             self.h, layer.down, out, None, None, None, counts, s.width, s.hidden, self.capacity, tiles,
-            PADDED=True, M=m, N=n, BK=bk, num_warps=warps, num_stages=stages,
+            PADDED=True, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip

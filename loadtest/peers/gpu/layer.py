@@ -6,14 +6,19 @@ Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+import gate
+from clocks import Clocks
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,12 @@ SHAPES = {
 LAYERS = 2
 # Default number of steps per graph, each with its own rows.
 STEPS = 8
+# Replays go on for this long before any is timed, so that clocks are those of sustained work, and at least this long while they are.
+WARM_SECONDS, TIMED_SECONDS = 0.2, 0.15
+# Most timed replays.
+MOST_REPLAYS = 400
+# Where routing is skewed, logits are multiplied by this: about the deviation of the noise that makes softmax draw experts.
+SKEW_NOISE = 1.28
 # FP8 weights have one scale for each block of BLOCK x BLOCK elements.
 BLOCK = 128
 # MXFP4 weights have one exponent for each MX_BLOCK elements of a row.
@@ -59,15 +70,17 @@ def arguments(description, formats):
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 2048], help="rows per rank")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers in memory, used in turn")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps per graph; the number of layers makes it a walk")
-    parser.add_argument("--replays", type=int, default=15, help="timed replays of a graph of several steps")
+    parser.add_argument("--replays", type=int, default=15, help="least number of timed replays of a graph of several steps")
+    parser.add_argument("--zipf", type=float, default=0.0, help="adds -S log(1 + e) to the logit of expert e [default: even routing]")
     parser.add_argument("--json", help="also write the figures to this file")
     return parser
 
 
 class World:
-    """The process group; a single process needs no torchrun."""
+    """The process group; a single process needs no torchrun. `zipf`: skew of the routing."""
 
-    def __init__(self):
+    def __init__(self, zipf=0.0):
+        self.zipf = zipf
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         torch.cuda.set_device(self.rank)
@@ -86,11 +99,15 @@ class World:
 
     def slowest(self, value):
         """The maximum of all ranks' values."""
+        return self.slowest_of([value])[0]
+
+    def slowest_of(self, values):
+        """The maxima of all ranks' values, one for each."""
         if self.ranks == 1:
-            return value
-        held = torch.tensor(value, device=self.device, dtype=torch.float64)
+            return values
+        held = torch.tensor(values, device=self.device, dtype=torch.float64)
         dist.all_reduce(held, dist.ReduceOp.MAX)
-        return held.item()
+        return held.tolist()
 
     def close(self):
         if self.ranks > 1:
@@ -153,7 +170,7 @@ STORED = {"fp8": Quantised, "mxfp4": Mxfp4}
 class Layer:
     """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous.
 
-    `gate` is a bf16 tensor [E, H]. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
+    `gate` is a bf16 tensor [E, H], `gate_bias` f32 [E] or None. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
     tensors, `Quantised` or `Mxfp4`. In gpt-oss gate and up rows take turns, and f32 biases [E/N, 2I] and [E/N, H] are added.
     """
 
@@ -174,7 +191,10 @@ class Layer:
 
         h, i, e = shape.hidden, shape.width, shape.experts
         stored = STORED.get(dtype, lambda weights: weights)
-        self.gate = normal(e, h, scale=h**-0.5, generator=every)
+        self.gate = normal(e, h, scale=h**-0.5 * (SKEW_NOISE if world.zipf else 1.0), generator=every)
+        self.gate_bias = None
+        if world.zipf:
+            self.gate_bias = -world.zipf * torch.log(1 + torch.arange(e, device=world.device, dtype=torch.float32))
         self.gate_up = stored(normal(self.local, 2 * i, h, scale=h**-0.5, generator=own))
         self.down = stored(normal(self.local, h, i, scale=i**-0.5, generator=own))
         self.gate_up_bias, self.down_bias = None, None
@@ -183,21 +203,24 @@ class Layer:
             self.down_bias = normal(self.local, h, scale=0.1, generator=own).float()
 
     def route(self, rows):
-        """f32 weights and i64 experts, [rows, k]: softmax over the chosen experts."""
-        scores = torch.softmax(F.linear(rows, self.gate).float(), -1)
-        weights, ids = torch.topk(scores, self.shape.top_k, -1)
-        return weights / weights.sum(-1, keepdim=True), ids
+        """f32 weights and i32 experts, [rows, k]: softmax over the chosen experts."""
+        return gate.route(rows, self.gate, self.gate_bias, self.shape.top_k)
+
+    def route_exactly(self, rows):
+        """The same from logits in f32."""
+        return gate.route_exactly(rows, self.gate, self.gate_bias, self.shape.top_k)
 
 
-def reference(world, layer, rows):
-    """A slow f32 reference of the layer for this rank's rows: every rank adds its experts' part."""
+def reference(world, layer, rows, exact=False):
+    """A slow f32 reference of the layer for this rank's rows: every rank adds its experts' part. `exact`: logits are f32; otherwise
+    those that the peers' gate rounds to bf16."""
     rows_of = [torch.empty_like(rows) for _ in range(world.ranks)]
     if world.ranks > 1:
         dist.all_gather(rows_of, rows)
     else:
         rows_of = [rows]
     gathered = torch.cat(rows_of)
-    weights, ids = layer.route(gathered)
+    weights, ids = layer.route_exactly(gathered) if exact else layer.route(gathered)
     total = torch.zeros(gathered.shape, device=rows.device, dtype=torch.float32)
     for local in range(layer.local):
         row, choice = torch.where(ids == layer.first + local)
@@ -224,25 +247,30 @@ def relative_error(found, wanted):
 
 
 class Figures:
-    """The result for one size."""
+    """The result for one size. `busy`: the part of the time in which replays ran; `clocks`: `Clocks` of that time."""
 
-    def __init__(self, times, error):
+    def __init__(self, times, error, busy, clocks):
         self.times = sorted(times)
-        self.error = error
+        self.error, self.busy, self.clocks = error, busy, clocks
 
     def json(self, tokens):
+        at = lambda part: self.times[int(len(self.times) * part)]
         return {
             "tokens_per_rank": tokens,
-            "median_us": statistics.median(self.times),
-            "min_us": self.times[0],
-            "p90_us": self.times[int(len(self.times) * 0.9)],
+            "median_us": round(statistics.median(self.times), 2),
+            "min_us": round(self.times[0], 2),
+            "p10_us": round(at(0.1), 2),
+            "p90_us": round(at(0.9), 2),
+            "busy": round(self.busy, 3),
+            **self.clocks.json(),
             "relative_error": self.error,
         }
 
 
 def replay_times(world, enqueue, refresh, replays, steps):
-    """µs per step, one figure per replay, of a graph of the `steps` steps that `enqueue()` enqueues. `refresh()` runs
-    before each replay; the time is that of the slowest rank."""
+    """Replays a graph of the `steps` steps that `enqueue()` enqueues, back to back but for `refresh()`, which enqueues new input
+    before each. Returns µs per step, one figure per replay, of the slowest rank; the part of the time in which replays ran; `Clocks`.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -253,22 +281,34 @@ def replay_times(world, enqueue, refresh, replays, steps):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
         enqueue()
-    times = []
-    for replay in range(replays + 3):
+
+    def replay():
         refresh()
-        world.barrier()
+        if world.ranks > 1:
+            world.barrier()
         begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
         begin.record()
         graph.replay()
         end.record()
+        return begin, end
+
+    began, count = time.monotonic(), 0
+    while count < 3 or world.slowest(time.monotonic() - began) < WARM_SECONDS:
+        replay()
         torch.cuda.synchronize()
-        if replay >= 3:
-            times.append(world.slowest(begin.elapsed_time(end) * 1e3 / steps))
-    return times
+        count += 1
+    each = (time.monotonic() - began) / count
+    count = max(replays, min(MOST_REPLAYS, math.ceil(world.slowest(TIMED_SECONDS / each))))
+    with Clocks(world.rank) as clocks:
+        events = [replay() for _ in range(count)]
+        torch.cuda.synchronize()
+    spans = [begin.elapsed_time(end) * 1e3 for begin, end in events]
+    busy = sum(spans) / (events[0][0].elapsed_time(events[-1][1]) * 1e3)
+    return world.slowest_of([span / steps for span in spans]), busy, clocks
 
 
-def measure(world, layers, tokens, make, replays, step_count):
-    """Times one size of a peer.
+def measure(world, layers, tokens, make, replays, step_count, exact):
+    """Times one size of a peer. `exact`: see `reference`.
 
     `make(layer, rows, out)` returns a function that enqueues one step and can be captured; it reads `rows` [T, H] and
     writes `out` [T, H]. Rows change with every step and every replay.
@@ -288,46 +328,53 @@ def measure(world, layers, tokens, make, replays, step_count):
 
     torch.manual_seed(tokens * 100 + world.rank)
     refresh()
-    times = replay_times(world, enqueue, refresh, replays, step_count)
+    times, busy, clocks = replay_times(world, enqueue, refresh, replays, step_count)
     # Check the results of the last replay: all are written, and two steps are compared with the reference.
     error = 0.0 if torch.isfinite(out).all() else float("inf")
     for s in (0, step_count - 1):
-        error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s])))
-    return Figures(times, world.slowest(error))
+        error = max(error, relative_error(out[s], reference(world, layers[s % len(layers)], rows[s], exact)))
+    return Figures(times, world.slowest(error), busy, clocks)
 
 
-def run(name, description, prepare, formats=("bf16",), begin=None):
-    """The program of a peer that supports weights of `formats`.
+def one_size(world, name, prepare, layers, tokens, args, exact):
+    """The figures of one size of a peer, or None if it does not run. See `run`."""
+    try:
+        make = prepare(world, layers[0].shape, tokens)
+        if make is None:
+            world.say(f"{name}: {tokens} rows per rank: not supported")
+            return None
+        figures = measure(world, layers, tokens, make, args.replays, args.steps, exact).json(tokens)
+    except torch.OutOfMemoryError as error:
+        world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
+        return None
+    finally:
+        torch.cuda.empty_cache()
+    if not figures["relative_error"] < TOLERANCE[args.dtype]:
+        world.say(f"{name}: {tokens} rows per rank: WRONG, relative error {figures['relative_error']}")
+        figures["wrong"] = True
+    return figures
+
+
+def run(name, description, prepare, formats=("bf16",), begin=None, exact=False):
+    """The program of a peer that supports weights of `formats`. `exact`: its gate does not round logits to bf16.
 
     `prepare(world, shape, tokens)` returns the `make` of `measure`, or None if the peer does not support this size.
     `begin(world, dtype)` runs first.
     """
     args = arguments(description, formats).parse_args()
-    world = World()
+    world = World(args.zipf)
     if begin is not None:
         begin(world, args.dtype)
     shape = SHAPES[args.shape]
     layers = [Layer(world, shape, seed + 1, args.dtype) for seed in range(args.layers)]
-    about = {"peer": name, "shape": args.shape, "format": args.dtype, "ranks": world.ranks}
+    about = {"peer": name, "shape": args.shape, "format": args.dtype, "ranks": world.ranks, "zipf": args.zipf}
     report = {**about, "sizes": []}
     with torch.inference_mode():
         for tokens in args.tokens:
-            try:
-                make = prepare(world, shape, tokens)
-                if make is None:
-                    world.say(f"{name}: {tokens} rows per rank: not supported")
-                    continue
-                figures = measure(world, layers, tokens, make, args.replays, args.steps).json(tokens)
-            except torch.OutOfMemoryError as error:
-                world.say(f"{name}: {tokens} rows per rank: {str(error)[:100]}")
-                torch.cuda.empty_cache()
-                continue
-            if not figures["relative_error"] < TOLERANCE[args.dtype]:
-                world.say(f"{name}: {tokens} rows per rank: WRONG, relative error {figures['relative_error']}")
-                figures["wrong"] = True
-            report["sizes"].append(figures)
-            world.say(json.dumps({**about, **figures}))
-            torch.cuda.empty_cache()
+            figures = one_size(world, name, prepare, layers, tokens, args, exact)
+            if figures is not None:
+                report["sizes"].append(figures)
+                world.say(json.dumps({**about, **figures}))
     if args.json and world.rank == 0:
         with open(args.json, "w") as file:
             json.dump(report, file, indent=1)

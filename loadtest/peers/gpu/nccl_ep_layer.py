@@ -122,7 +122,7 @@ def exchange_only(args):
                 exchange.dispatch(rows)
                 exchange.combine(exchange.received, out)
 
-        times = common.replay_times(world, enqueue, lambda: out.fill_(float("nan")), args.replays, common.STEPS)
+        times, _, _ = common.replay_times(world, enqueue, lambda: out.fill_(float("nan")), args.replays, common.STEPS)
         error = world.slowest(common.relative_error(out, rows.float()))
         figures = common.Figures(times, error).json(tokens)
         if not error < 2e-2:

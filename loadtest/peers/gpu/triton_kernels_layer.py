@@ -2,7 +2,7 @@
 """OpenAI's triton_kernels peer: gpt-oss's experts with MXFP4 weights, as vLLM runs them on Hopper; with several ranks between
 an all-gather and a reduce-scatter.
 
-The gate is PyTorch's; choosing experts and sorting rows by expert are the library's. Needs triton_kernels as vLLM 0.20.0
+The gate's product is PyTorch's; choosing experts and sorting rows by expert are the library's. Needs triton_kernels as vLLM 0.20.0
 brings it along (vllm/third_party/triton_kernels, for PyTorch 2.11); see README.md for the environment.
 
 torchrun --nproc-per-node N triton_kernels_layer.py --shape gpt-oss-120b [--tokens T ...]

@@ -7,17 +7,17 @@ use crate::format::DeviceFormat;
 
 /// What the experts of a rank have to do in a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ExpertsLoad {
+pub struct ExpertsLoad {
     /// The largest number of rows of all ranks, times experts per row.
-    pub(crate) assignments: u64,
+    pub assignments: u64,
     /// Number of experts among which rows choose.
-    pub(crate) experts: usize,
+    pub experts: usize,
     /// Number of experts of the rank.
-    pub(crate) local_experts: usize,
+    pub local_experts: usize,
     /// Bytes of an expert's weights.
-    pub(crate) expert_bytes: usize,
+    pub expert_bytes: usize,
     /// Multiprocessors of the GPU.
-    pub(crate) multiprocessors: u32,
+    pub multiprocessors: u32,
 }
 
 impl ExpertsLoad {
@@ -36,7 +36,7 @@ impl ExpertsLoad {
 
 impl DeviceFormat {
     /// Whether the kernel for few rows is expected to be faster.
-    pub(crate) fn has_few_rows(self, load: &ExpertsLoad) -> bool {
+    pub fn has_few_rows(self, load: &ExpertsLoad) -> bool {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 => (4.0, 3.5e6),

@@ -9,7 +9,7 @@ mod engine;
 #[cfg(feature = "cuda")]
 pub mod experts;
 #[cfg(any(feature = "cuda", test))]
-mod few_rows;
+pub mod few_rows;
 mod format;
 mod gpus;
 mod host;

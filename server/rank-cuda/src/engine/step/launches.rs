@@ -97,12 +97,6 @@ impl StepLaunches<'_> {
             step.copy_out()
         }
     }
-
-    /// Whether rows travel between ranks in FP8. All ranks send rows in the format of the layer's experts. A group of one rank sends
-    /// no rows.
-    fn sends_fp8_rows(&self) -> bool {
-        self.layer.format == DeviceFormat::W8a8 && self.group.ranks > 1
-    }
 }
 
 /// A step that is being enqueued. Each method enqueues the launches of a phase; all addresses must be live until the stream has run them.
@@ -169,7 +163,7 @@ impl Phases<'_> {
     unsafe fn dispatch(&self) -> Result<(), CudaFault> {
         let step = self.step;
         let dispatch = DispatchParams {
-            fp8_rows: u32::from(step.sends_fp8_rows()),
+            fp8_rows: u32::from(self.quantises_rows()),
             power_of_two_scales: u32::from(step.layer.spec.experts.power_of_two_scales),
             ..step.slot.kernels.dispatch(step.group)
         };
@@ -179,29 +173,17 @@ impl Phases<'_> {
     }
 
     unsafe fn routed_experts(&self) -> Result<(), CudaFault> {
-        let Phases { step, layers, shape, .. } = self;
-        let (k, spec, hidden) = (&step.slot.kernels, &step.layer.spec.experts, shape.hidden);
-        let (x_format, x_stride) = if step.sends_fp8_rows() {
-            (experts::ROWS_FP8, fp8_row_bytes(hidden as usize) as u64)
-        } else {
-            (experts::ROWS_BF16, u64::from(hidden) * 2)
-        };
+        let Phases { step, layers, .. } = self;
+        let (k, spec) = (&step.slot.kernels, &step.layer.spec.experts);
+        let (x_format, x_stride) = self.row_format(self.quantises_rows());
         let format = step.layer.format;
         let local_experts = layers.local_experts(step.layer);
-        let rows = u64::from(step.rows) * u64::from(step.group.ranks);
-        let load = ExpertsLoad {
-            assignments: rows * u64::from(step.group.top_k),
-            experts: spec.count,
-            local_experts: local_experts as usize,
-            expert_bytes: format.expert_bytes(hidden as usize, spec.width, spec.biases),
-            multiprocessors: step.multiprocessors,
-        };
         let routed = ExpertsParams {
             layers: layers.experts.address(),
             expert_offsets: k.expert_offsets.address(),
             row_index: k.row_index.address(),
             row_weight: k.row_weight.address(),
-            x: k.rows(&step.group),
+            x: k.rows(&step.group, self.quantises_rows()),
             y: k.expert_out.address(),
             experts: local_experts as i32,
             inter: format.padded_inter(spec.width) as i32,
@@ -210,7 +192,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, format.has_few_rows(&load))
+            ..self.mlp(spec.activation, format.has_few_rows(&self.routed_load()))
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe { experts::experts(&routed, self.on.raw())? };
@@ -243,17 +225,26 @@ impl Phases<'_> {
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
             multiprocessors: step.multiprocessors,
         };
+        let power_of_two_scales = spec.is_some_and(|s| s.power_of_two_scales);
+        // A rank alone has all rows in FP8 if its routed experts take them so.
+        let fp8 = format == DeviceFormat::W8a8
+            && step.group.ranks == 1
+            && self.quantises_rows()
+            && power_of_two_scales == step.layer.spec.experts.power_of_two_scales;
+        let (x_format, x_stride) = self.row_format(fp8);
         let all = ExpertsParams {
             layers: layers.shared.address(),
             expert_offsets: list.expert_offsets,
             row_index: list.row_index,
             row_weight: list.row_weight,
-            x: list.tokens,
+            x: if fp8 { slot.kernels.rows(&step.group, true) } else { list.tokens },
             y: shared_out,
             experts: 1,
             inter: shared.experts.inter() as i32,
-            power_of_two_scales: i32::from(spec.is_some_and(|s| s.power_of_two_scales)),
+            power_of_two_scales: i32::from(power_of_two_scales),
             format: format.code(),
+            x_format,
+            x_stride,
             ..self.mlp(activation, format.has_few_rows(&load))
         };
         // SAFETY: the caller keeps all addresses live.
@@ -310,6 +301,36 @@ impl Phases<'_> {
         // SAFETY: the caller keeps all addresses live.
         unsafe { launch::copy_out(&[copy_out], step.copy_blocks, self.on.raw())? };
         Ok(())
+    }
+
+    /// The work of this rank's routed experts.
+    fn routed_load(&self) -> ExpertsLoad {
+        let Phases { step, layers, shape, .. } = self;
+        let (spec, format) = (&step.layer.spec.experts, step.layer.format);
+        let rows = u64::from(step.rows) * u64::from(step.group.ranks);
+        ExpertsLoad {
+            assignments: rows * u64::from(step.group.top_k),
+            experts: spec.count,
+            local_experts: layers.local_experts(step.layer) as usize,
+            expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
+            multiprocessors: step.multiprocessors,
+        }
+    }
+
+    /// Whether dispatch quantises rows, each once. All ranks send rows in the format of the layer's experts. A rank alone leaves few rows
+    /// in bf16, because its experts quantise them while they wait for weights.
+    fn quantises_rows(&self) -> bool {
+        let (format, ranks) = (self.step.layer.format, self.step.group.ranks);
+        format == DeviceFormat::W8a8 && (ranks > 1 || !format.has_few_rows(&self.routed_load()))
+    }
+
+    /// Format and stride of the rows that experts read.
+    fn row_format(&self, fp8: bool) -> (i32, u64) {
+        let hidden = self.shape.hidden;
+        match fp8 {
+            true => (experts::ROWS_FP8, fp8_row_bytes(hidden as usize) as u64),
+            false => (experts::ROWS_BF16, u64::from(hidden) * 2),
+        }
     }
 
     /// The parameters that routed and shared experts have in common.
