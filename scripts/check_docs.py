@@ -22,14 +22,14 @@ def anchor(heading):
 def reasons(api):
     """Reasons of errors that the source has and docs/api.md lacks, or the other way round."""
     source = "".join(path.read_text() for path in ROOT.glob("server/*/src/**/failure.rs"))
-    body = re.search(r"fn reason\(.*?\n    }\n", source, re.S)
+    body = re.search(r"fn code_and_reason\(.*?\n    }\n", source, re.S)
     found = set(re.findall(r'"([A-Z_]+)"', body[0] if body else ""))
     table = api.partition("## Statuses")[2].partition("\n## ")[0]
     listed = {word for row in re.findall(r"^\|.*$", table, re.M)[2:] for word in re.findall(r"`([A-Z_]+)`", row)}
     page = ROOT / "docs/api.md"
     wrong = [(page, f"lacks the reason {name}") for name in sorted(found - listed)]
     wrong += [(page, f"lists the reason {name}, which the source does not have") for name in sorted(listed - found)]
-    return wrong if found else [(page, "has reasons, but no failure.rs with `fn reason` was found")]
+    return wrong if found else [(page, "has reasons, but no failure.rs with `fn code_and_reason` was found")]
 
 
 def main():

@@ -2,7 +2,7 @@
 """Checks that rules, dashboard and documents name only metrics that exist, that the runbook has every alert and every exit
 code, and runs the tests of the rules.
 
-docs/metrics.md lists all metrics; a test of expertd-router keeps it equal to the source. Needs promtool for the rules.
+docs/metrics.md lists all metrics; a test of expertd-telemetry keeps it equal to the source. Needs promtool for the rules.
 """
 
 import json

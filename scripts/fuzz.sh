@@ -63,9 +63,10 @@ if [[ $coverage ]]; then
     "$tools/llvm-cov" report "$replay" -instr-profile="$build/all.profdata" \
         server/model/src/{header,checkpoint,config,decode,resolve,families,gate_rules}.rs \
         server/ipc/src/control.rs server/shm/src/ring.rs server/rank/src/segments.rs \
-        server/router/src/api/framing/{body,apart}.rs server/router/src/api/service/{call,validate}.rs \
-        server/router/src/api/transport/{address,frames,front}.rs server/router/src/api/access/tokens.rs \
-        server/router/src/sessions/{listener,session,table}.rs client/session/src/{memory,socket,wire}.rs |
+        server/core/src/validate.rs server/core/src/listen/address.rs server/grpc/src/bytes/body.rs \
+        server/grpc/src/service/{call,validate}.rs server/grpc/src/access/tokens.rs \
+        server/sessions/src/{connection,opening,host,cuda}.rs server/sessions/src/host/table.rs \
+        server/sessions/src/cuda/doorbells.rs client/session/src/{memory,socket,wire}.rs |
         awk '$1 ~ /\.rs$|^TOTAL/ { print $1, "lines", $8, "reached", $10 }'
     exit
 fi

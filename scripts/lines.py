@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("server", "client", "proto", "kernels", "python")
-# What the crate server/router was split into, and it.
-ROUTER = ("server/router", "server/core", "server/grpc", "server/sessions", "server/telemetry")
+# The crates of the router rank.
+ROUTER = ("server/core", "server/grpc", "server/sessions", "server/telemetry")
 TEST_FOLDERS = {"tests", "examples", "benches"}
 TEST_MODULE = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?mod (\w+);")
 

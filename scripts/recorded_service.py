@@ -14,7 +14,7 @@ import time
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "server/router/src/telemetry/page/status.html"
+PAGE = ROOT / "server/grpc/src/metrics_port/page/status.html"
 # The documents of a listener, with the seconds from one reading to the next.
 DOCUMENTS = {"metrics": 1, "status.json": 1, "experts.json": 4}
 TYPES = {"metrics": "text/plain; version=0.0.4", "status.json": "application/json", "experts.json": "application/json"}

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_client::{RetryPolicy, transport};
+use expertd_core::backend::{ServiceState, SubmitError};
+use expertd_grpc::{
+    Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, MetricsPort, Server, ServerConfig,
+    ServerError,
+};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, GetStatusRequest};
-use expertd_router::api::{
-    Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig, ServerError,
-};
-use expertd_router::backend::{ServiceState, SubmitError};
-use expertd_router::telemetry::{MetricsEndpoint, install_recorder, names};
+use expertd_telemetry::{install_recorder, names};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio_stream::StreamExt as _;
 use tonic::Code;
@@ -168,10 +169,10 @@ async fn health_names_a_thread_without_progress() {
     use std::time::Duration;
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let (any, timeout) = ("127.0.0.1:0".parse().unwrap(), Duration::from_secs(3));
-    let endpoint = MetricsEndpoint::bind(any, install_recorder(""), fake(), access, timeout).await.unwrap();
+    let endpoint = MetricsPort::bind(any, install_recorder(""), fake(), access, timeout).await.unwrap();
     let address = endpoint.local_address().to_string();
     tokio::spawn(endpoint.run());
-    let needed = expertd_router::progress::need("a thread of this test");
+    let needed = expertd_telemetry::progress::need("a thread of this test");
     let (status, body) = get(&address, "/healthz").await;
     assert!(status.contains("200") && body.contains("a thread of this test: 0.0 s"), "{status} {body}");
     tokio::time::sleep(Duration::from_millis(3300)).await;
@@ -189,7 +190,7 @@ async fn the_scrape_endpoint_has_documented_names_and_probes() {
     let recorder = install_recorder("");
     let fake = fake();
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let endpoint = MetricsEndpoint::bind(
+    let endpoint = MetricsPort::bind(
         "127.0.0.1:0".parse().unwrap(),
         recorder,
         fake.clone(),

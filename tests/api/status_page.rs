@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use expertd_router::api::{Access, AccessConfig};
-use expertd_router::backend::ServiceState;
-use expertd_router::telemetry::{MetricsEndpoint, install_recorder};
+use expertd_core::backend::ServiceState;
+use expertd_grpc::{Access, AccessConfig, MetricsPort};
+use expertd_telemetry::install_recorder;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
@@ -14,15 +14,10 @@ async fn start() -> (Arc<Fake>, String) {
     let fake = Fake::new(8, limits(8, 32));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
     let any = "127.0.0.1:0".parse().unwrap();
-    let endpoint = MetricsEndpoint::bind(
-        any,
-        install_recorder(""),
-        fake.clone(),
-        access,
-        std::time::Duration::from_secs(5),
-    )
-    .await
-    .unwrap();
+    let endpoint =
+        MetricsPort::bind(any, install_recorder(""), fake.clone(), access, std::time::Duration::from_secs(5))
+            .await
+            .unwrap();
     let address = endpoint.local_address().to_string();
     tokio::spawn(endpoint.run());
     (fake, address)

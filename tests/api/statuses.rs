@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_client::Client;
+use expertd_core::backend::SubmitError;
 use expertd_proto::retry_delay;
 use expertd_proto::v1::{DType, ForwardRequest, Routing, SharedExperts, forward_request::Payload};
-use expertd_router::backend::SubmitError;
 use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 

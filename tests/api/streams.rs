@@ -241,9 +241,9 @@ async fn shutting_down_ends_streams_with_a_status() {
 }
 
 fn fake_limit(fake: &Fake) -> usize {
-    expertd_router::backend::Backend::model(fake).limits.max_message_bytes
+    expertd_core::backend::Backend::model(fake).limits.max_message_bytes
 }
 
 fn held_limit(fake: &Fake) -> usize {
-    expertd_router::backend::Backend::model(fake).limits.max_requests_per_stream as usize
+    expertd_core::backend::Backend::model(fake).limits.max_requests_per_stream as usize
 }

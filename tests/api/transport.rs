@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_client::transport::endpoint;
+use expertd_core::backend::Limits;
+use expertd_grpc::ConnectionTimeouts;
 use expertd_proto::v1::ForwardRequest;
-use expertd_router::api::ConnectionTimeouts;
-use expertd_router::backend::Limits;
 use http_body_util::BodyExt as _;
 use prost::Message as _;
 use rand::RngExt as _;

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use expertd_client::transport::{self, Credentials};
 use expertd_client::{Client, ClientError};
+use expertd_grpc::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use expertd_proto::v1::GetStatusRequest;
 use expertd_proto::v1::admin_client::AdminClient;
-use expertd_router::api::{AccessConfig, ConnectionLimits, ConnectionTimeouts};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tonic::Code;
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_client::{Client, RetryPolicy};
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts};
-use expertd_router::backend::Limits;
-use expertd_router::telemetry::{MetricsEndpoint, install_recorder};
+use expertd_core::backend::Limits;
+use expertd_grpc::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, MetricsPort};
+use expertd_telemetry::install_recorder;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::Code;
@@ -123,7 +123,7 @@ async fn one_address_leaves_places_for_others_and_sockets_have_their_own() {
 async fn metrics() -> String {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, 64));
     let access = Arc::new(Access::load(&AccessConfig::default()).unwrap());
-    let endpoint = MetricsEndpoint::bind(
+    let endpoint = MetricsPort::bind(
         "127.0.0.1:0".parse().unwrap(),
         install_recorder(""),
         fake,

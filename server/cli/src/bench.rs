@@ -24,14 +24,14 @@ use self::routing::RoutingArg;
 use super::ceilings;
 use super::serve::plan::PlanError;
 use super::serve::{exit, gpu_bytes};
-use expertd_ipc::control::DeviceKind;
-use expertd_model::MoeLayer;
-use expertd_rank_cuda as gpu;
-use expertd_router::backend::{
+use expertd_core::backend::{
     Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
     StepError, SubmitError,
 };
-use expertd_router::steps::{Service, StartError};
+use expertd_core::steps::{Service, StartError};
+use expertd_ipc::control::DeviceKind;
+use expertd_model::MoeLayer;
+use expertd_rank_cuda as gpu;
 use expertd_types::rows;
 use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
 

@@ -12,7 +12,7 @@ use expertd_proto::v1::{GetModelRequest, GetModelResponse};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
-pub use expertd_router::api::code_name;
+use expertd_telemetry::code_name;
 
 /// Default address of the public API.
 pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
@@ -120,7 +120,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 /// Formats a status in one line: message, code, invalid fields and retry delay.
 #[must_use]
 pub fn describe(status: &Status) -> String {
-    let mut text = format!("{} ({})", printable(status.message()), code_name(status.code()));
+    let mut text = format!("{} ({})", printable(status.message()), code_name(status.code() as u32));
     if let Some(bad) = status.get_details_bad_request() {
         // The service's own messages already contain the descriptions.
         let is_new = |text: &str| !status.message().contains(text);

@@ -17,10 +17,10 @@ use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use super::serve::{Running, StartError, describe_plan, follow_loading};
 use expertd_compute::experts::reference;
+use expertd_core::backend::{Backend, ServiceState};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 use expertd_model::{Checkpoint, ModelError};
-use expertd_router::backend::{Backend, ServiceState};
 use expertd_types::{DType, Fp8Products, rows};
 
 /// Largest relative error of a correct row, which f32 arithmetic computes and sums in f64 check.

@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use crate::cores::{available_cores, numa_nodes, usable};
 use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank::share::available_memory;
 use expertd_rank_cuda::{self as gpu, Check};
-use expertd_router::cluster::{available_cores, numa_nodes, usable};
 use expertd_shm::SharedRegion;
 
 /// Smallest amount of available memory, in bytes, that the check accepts.

@@ -8,6 +8,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::serve::layers;
+use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
 use expertd_rank::end_with;
@@ -82,40 +83,6 @@ pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
 fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize, products: Fp8Products) -> Vec<u64> {
     let held = |_, moe: &MoeLayer, rank| Placement::new(moe.experts.count, ranks).range(rank).len();
     gpu_bytes_of_ranks(spec, products, ranks, held)
-}
-
-/// [`bytes_per_rank`] where each rank holds `held` routed experts of a layer.
-pub fn bytes_of_ranks(
-    spec: &ModelSpec,
-    ranks: usize,
-    held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
-) -> Vec<u64> {
-    let mut bytes = vec![0; ranks];
-    for (layer, moe) in spec.moe_layers() {
-        let replicated = moe.shared.as_ref().map_or(0, |shared| shared.bytes) + gate_bytes(spec, moe);
-        for (rank, bytes) in (0..).map(Rank).zip(&mut bytes) {
-            *bytes += held(layer, moe, rank) as u64 * moe.experts.bytes + replicated;
-        }
-    }
-    bytes
-}
-
-/// The same in the memory of GPUs.
-pub fn gpu_bytes_of_ranks(
-    spec: &ModelSpec,
-    products: Fp8Products,
-    ranks: usize,
-    held: impl Fn(LayerId, &MoeLayer, Rank) -> usize,
-) -> Vec<u64> {
-    let gates: u64 = spec.moe_layers().map(|(_, moe)| gate_bytes(spec, moe)).sum();
-    let of = |rank| gates + gpu::weight_bytes(spec, products, |layer, moe| held(layer, moe, rank));
-    (0..).map(Rank).take(ranks).map(of).collect()
-}
-
-/// Size of a gate in bytes, with two bytes per weight, including its token table.
-fn gate_bytes(spec: &ModelSpec, moe: &MoeLayer) -> u64 {
-    let table = moe.gate.vocab().unwrap_or(0) * moe.gate.top_k * 4;
-    (moe.gate.num_experts * spec.hidden * 2 + table) as u64
 }
 
 fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {

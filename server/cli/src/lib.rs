@@ -7,6 +7,7 @@ pub mod bench;
 pub mod call;
 pub mod ceilings;
 pub mod client;
+mod cores;
 pub mod demo;
 pub mod doctor;
 pub mod drain;
@@ -22,6 +23,7 @@ pub mod size;
 pub mod status;
 pub mod synth;
 pub mod verify;
+mod weight_bytes;
 
 use std::fmt::Display;
 use std::future::Future;
@@ -29,7 +31,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
+use expertd_telemetry::{LogFormat, flush_logs, init_logs};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
@@ -37,7 +39,7 @@ use expertd_router::telemetry::{LogFormat, flush_logs, init_logs};
 #[derive(Parser, Debug)]
 #[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
 struct Cli {
-    /// Filter of the log on standard error: a level, or directives such as info,expertd::scheduler=debug
+    /// Filter of the log on standard error: a level, or directives such as info,expertd_core::steps=debug
     #[arg(
         long,
         global = true,

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use expertd_core::backend::{ExpertRows, LayerRows};
 use expertd_model::balance::{balance, imbalance};
 use expertd_proto::v1::GetExpertRowsResponse;
-use expertd_router::backend::{ExpertRows, LayerRows};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
 use super::admin::AdminAddress;

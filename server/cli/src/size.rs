@@ -6,15 +6,16 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{GPU_PRODUCTS, bytes, bytes_of_ranks, gpu_bytes_of_ranks};
+use super::inspect::{GPU_PRODUCTS, bytes};
 use super::serve::layers;
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
+use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
-use expertd_router::backend::Limits;
 use expertd_types::{Fp8Compute, Fp8Products, Rank};
 
 /// Bytes of the router beside messages, sessions and staging.

@@ -1,10 +1,10 @@
 //! Lookup of the tensors of a layer's experts: separate, or fused in one of several layouts, which names and shapes
 //! tell apart.
 
+use super::context::{Context, vector};
 use super::matrices::{has_matrix, matrix, mxfp4, plain_format, scale_grid};
 use super::plan::{BlockScales, MatrixRef, MlpPlan, ScalesRef, VectorRef};
 use super::quantised::Nvfp4Stack;
-use super::resolve::{Context, vector};
 use super::store::{Store, TensorId};
 use super::{ModelError, plan};
 use crate::WeightFormat;

@@ -1,9 +1,10 @@
 //! The gates of a model's layers, from its family's rules and its config.
 
+use super::ModelError;
 use super::config::Config;
+use super::context::{MAX_EXPERTS, MAX_LAYERS};
 use super::family::{Family, GroupRule, LayerRule, NormaliseRule, ScoreRule};
 use super::gate_spec::{Choice, GateSpec, GroupLimit, GroupScore, MAX_TOP_K, Normalise, ScoreFn};
-use super::{ModelError, resolve::MAX_EXPERTS, resolve::MAX_LAYERS};
 
 /// The kind of a decoder layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

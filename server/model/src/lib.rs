@@ -6,7 +6,9 @@
 mod activation;
 pub mod balance;
 mod checkpoint;
+mod codes;
 mod config;
+mod context;
 pub mod decode;
 mod error;
 mod experts;

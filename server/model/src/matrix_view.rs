@@ -1,6 +1,6 @@
 //! Weight matrices as a checkpoint stores them.
 
-use crate::decode::fp8_e4m3;
+use crate::codes::fp8_e4m3;
 use crate::{Packing, Scales};
 
 /// Storage format of weight elements.

@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 use rayon::prelude::*;
 
-use crate::decode::FP4;
+use crate::codes::FP4;
 use crate::{FP8_ROW_GROUP, MatrixView, Scales, WeightFormat};
 
 /// Columns that share an MXFP4 exponent.

@@ -2,6 +2,7 @@
 //! headers allow are made here, so that a checkpoint which resolves can be loaded.
 
 use super::config::Config;
+use super::context::{Context, MAX_EXPERTS, MAX_LAYERS, vector};
 use super::experts::{self, Dims};
 use super::families::{FAMILIES, by_model_type};
 use super::family::{ActivationRule, Family, SharedWidth};
@@ -16,9 +17,7 @@ use crate::Activation;
 use expertd_types::LayerId;
 use serde_json::Value;
 
-/// Bounds of the values in a config, so that no field makes a loop or an allocation unreasonably large.
-pub(super) const MAX_LAYERS: usize = 4096;
-pub(super) const MAX_EXPERTS: usize = 65536;
+/// Bounds of further values in a config.
 const MAX_HIDDEN: usize = 1 << 20;
 const MAX_VOCAB: usize = 1 << 24;
 
@@ -32,17 +31,6 @@ pub(super) struct Resolved {
     pub(super) plans: Vec<Option<LayerPlan>>,
     /// The parts of `config.json` that the fingerprint covers, the same whatever layers are held.
     pub(super) description: Vec<u8>,
-}
-
-/// Values that hold for the whole model.
-pub(super) struct Context<'a> {
-    pub(super) config: &'a Config,
-    pub(super) family: &'static Family,
-    pub(super) quantization: Quantization,
-    pub(super) hidden: usize,
-    pub(super) num_experts: usize,
-    pub(super) width: usize,
-    pub(super) activation: Activation,
 }
 
 pub(super) fn resolve(
@@ -314,20 +302,6 @@ fn token_table(store: &mut Store, name: &str, shape: [usize; 2]) -> Result<Tenso
 fn first_present(store: &Store, base: &str, names: &[&str]) -> String {
     let found = names.iter().map(|name| format!("{base}{name}")).find(|name| store.has(name));
     found.unwrap_or_else(|| format!("{base}{}", names[0]))
-}
-
-/// Finds a vector whose shape is one of `shapes`.
-pub(super) fn vector(
-    store: &mut Store,
-    name: &str,
-    shapes: &[&[usize]],
-    reason: &str,
-) -> Result<VectorRef, ModelError> {
-    let id = store.find_floats(name, reason)?;
-    if !shapes.iter().any(|shape| store.info(id).shape == **shape) {
-        store.expect_shape(id, shapes[0], reason)?;
-    }
-    Ok(VectorRef { tensor: id, first: 0, stride: 1, len: shapes[0].iter().product() })
 }
 
 type ResolvedShared = (SharedSpec, (MlpPlan, Option<VectorRef>));

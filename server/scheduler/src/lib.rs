@@ -23,7 +23,6 @@ mod inbox;
 mod queue;
 mod recovery;
 mod request;
-mod spread;
 mod step_loop;
 mod throughput;
 mod time;
@@ -36,7 +35,8 @@ pub use inbox::{Delivery, Inbox, Refusal};
 pub use queue::{AGED_STEP_INTERVAL, MAX_DEBT_STEPS, MAX_IDLE_CLIENTS, MAX_SKIPPED};
 pub use recovery::{RecoveryPolicy, jittered};
 pub use request::{ClientKey, Failure, Receipt, RequestKey, StepKind, Submission};
-pub use spread::spread;
-pub use step_loop::{Action, Config, End, OnFault, RankRows, SWEEP_INTERVAL, ServiceState, Step, StepLoop};
+pub use step_loop::{
+    Action, Config, End, OnFault, RankRows, SWEEP_INTERVAL, ServiceState, Step, StepLoop, spread,
+};
 pub use time::Time;
 pub use weights::{Ask, LoadFailure, Reloaded};

@@ -5,6 +5,7 @@ mod answering;
 mod forming;
 mod generation;
 mod interface;
+mod spread;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 
 use self::admission::Told;
 pub use self::interface::{Action, Config, End, OnFault, RankRows, ServiceState, Step};
+pub use self::spread::spread;
 use crate::hash::KeyMap;
 use crate::queue::FairQueue;
 use crate::recovery::Recovery;

@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
-use expertd_router::{cuda_sessions_fuzzing, fuzzing, sessions_fuzzing};
+use expertd_grpc::fuzzing;
+use expertd_grpc::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
+use expertd_sessions::fuzzing as sessions;
 use tokio_util::sync::CancellationToken;
 
 /// A `ForwardRequest`: what passes validation has the shape that the ranks rely on.
@@ -23,22 +24,22 @@ pub fn texts(data: &[u8]) {
 
 /// The bytes of a session socket.
 pub fn session(data: &[u8]) {
-    sessions_fuzzing::socket(data);
+    sessions::socket(data);
 }
 
 /// The memory of a session: rings, requests, ids and weights.
 pub fn records(data: &[u8]) {
-    sessions_fuzzing::records(data);
+    sessions::records(data);
 }
 
 /// Prepared calls and the control region of a CUDA session.
 pub fn doorbells(data: &[u8]) {
-    cuda_sessions_fuzzing::doorbells(data);
+    sessions::cuda::doorbells(data);
 }
 
 /// The opening record and the socket of a CUDA session.
 pub fn cuda_session(data: &[u8]) {
-    cuda_sessions_fuzzing::socket(data);
+    sessions::cuda::socket(data);
 }
 
 struct Running {

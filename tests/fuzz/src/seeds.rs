@@ -274,7 +274,7 @@ fn cuda_session() -> Vec<u8> {
     [bytemuck::bytes_of(&open).to_vec(), prepare.clone(), frame(kind::GET_MODEL, &[]), prepare].concat()
 }
 
-/// Requests of the model of `expertd_router::fuzzing`.
+/// Requests of the model of `expertd_core::fuzzing`.
 fn requests() -> Vec<ForwardRequest> {
     let rows = |tokens: usize| bytes::Bytes::from(vec![1; tokens * 16]);
     let request =

@@ -59,7 +59,7 @@ fn seeds_are_accepted() {
         match seed.target {
             "header" => expertd_model::fuzzing::header(&seed.data).expect("a valid header"),
             "index" => expertd_model::fuzzing::index(&seed.data).expect("a valid index"),
-            "doorbells" => assert_eq!(expertd_router::cuda_sessions_fuzzing::doorbells(&seed.data), 6),
+            "doorbells" => assert_eq!(expertd_sessions::fuzzing::cuda::doorbells(&seed.data), 6),
             _ => {}
         }
     }

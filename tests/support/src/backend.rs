@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_router::backend::*;
+use expertd_core::backend::*;
 use expertd_types::{
     Coverage, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion,
 };

@@ -6,8 +6,8 @@ use std::time::Duration;
 use bytes::{BufMut as _, Bytes, BytesMut};
 use expertd_client::transport::Channel;
 use expertd_client::{Client, transport};
+use expertd_grpc::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use expertd_proto::v1::{DType, ForwardRequest};
-use expertd_router::api::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, Server, ServerConfig};
 use http::Request;
 use http_body_util::BodyExt as _;
 use rand::RngExt as _;
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tower::ServiceExt as _;
 
-use expertd_router::backend::Backend as _;
+use expertd_core::backend::Backend as _;
 
 use crate::backend::Fake;
 

@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
+use expertd_core::cluster::ClusterConfig;
 use expertd_ipc::control::DeviceKind;
 use expertd_kernels::ceilings::Ceilings;
 use expertd_rank_cuda as gpu;
-use expertd_router::cluster::ClusterConfig;
 use expertd_types::{DType, Fp8Compute};
 
 use super::routing::RoutingArg;

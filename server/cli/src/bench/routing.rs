@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
-use expertd_router::backend::{ExpertRows, GivenRouting};
+use expertd_core::backend::{ExpertRows, GivenRouting};
 use expertd_types::{LayerId, rows};
 
 /// Seed of the order of popularity of [`RoutingArg::Hot`].

@@ -3,8 +3,9 @@
 use std::net::SocketAddr;
 use std::process::ExitCode;
 
-use expertd_router::api;
-use expertd_router::telemetry::TraceError;
+use expertd_core::listen::AddressError;
+use expertd_grpc::{AccessError, ServerError};
+use expertd_telemetry::TraceError;
 
 use super::exit;
 
@@ -17,7 +18,7 @@ pub enum StartError {
         /// Name of the setting.
         name: &'static str,
         /// The parser's error.
-        source: api::AddressError,
+        source: AddressError,
     },
     /// The address of the metrics endpoint does not parse.
     #[error(
@@ -43,7 +44,7 @@ pub enum StartError {
     OpenMetrics(SocketAddr),
     /// Credentials are invalid.
     #[error(transparent)]
-    Access(#[from] api::AccessError),
+    Access(#[from] AccessError),
     /// Traces cannot be sent.
     #[error(transparent)]
     Traces(#[from] TraceError),
@@ -52,14 +53,14 @@ pub enum StartError {
     Descriptors(String),
     /// A gRPC listener or the session socket could not be started.
     #[error("{source}{hint}", source = .0, hint = hint(is_in_use(.0)))]
-    Server(#[from] api::ServerError),
+    Server(#[from] ServerError),
     /// The scheduler could not be started.
     #[error(transparent)]
-    Service(#[from] expertd_router::steps::StartError),
+    Service(#[from] expertd_core::steps::StartError),
 }
 
-fn is_in_use(error: &api::ServerError) -> bool {
-    matches!(error, api::ServerError::Bind { source, .. } if source.is_in_use())
+fn is_in_use(error: &ServerError) -> bool {
+    matches!(error, ServerError::Bind { source, .. } if source.is_in_use())
 }
 
 /// What to do if another service of this host has the address.
@@ -81,9 +82,7 @@ impl StartError {
             | StartError::Traces(_)
             | StartError::Descriptors(_)
             | StartError::Server(
-                api::ServerError::Plaintext(_)
-                | api::ServerError::AdminWithoutTokens(_)
-                | api::ServerError::NoAddress,
+                ServerError::Plaintext(_) | ServerError::AdminWithoutTokens(_) | ServerError::NoAddress,
             ) => exit::USAGE,
             StartError::MetricsBind { .. } | StartError::Server(_) => exit::BIND,
             StartError::Service(_) => exit::SETUP,

@@ -19,8 +19,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
-use expertd_router::progress;
-use expertd_router::telemetry::{flush_logs, tell};
+use expertd_telemetry::progress;
+use expertd_telemetry::{flush_logs, tell};
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use expertd_core::steps::{ReloadContext, ReloadPlan};
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_model::ModelSpec;
 use expertd_rank::share::{ExpertShare, available_memory};
-use expertd_router::steps::{ReloadContext, ReloadPlan};
 use expertd_types::{Coverage, ExpertPlacement, Rank, WeightFingerprint};
 use serde_json::Value;
 

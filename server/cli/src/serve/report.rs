@@ -9,14 +9,15 @@ use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::{ServePlan, SessionPlan};
 use super::settings::{Shown, Source};
-use crate::inspect::gpu_bytes_of_ranks;
+use crate::weight_bytes::gpu_bytes_of_ranks;
+use expertd_core::backend::{Backend, RankState, ServiceState};
+use expertd_core::listen::Address;
+use expertd_core::steps::Service;
+use expertd_grpc::AccessConfig;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
-use expertd_router::api::{AccessConfig, Address};
-use expertd_router::backend::{Backend, RankState, ServiceState};
-use expertd_router::steps::Service;
 use expertd_types::{Fp8Compute, Fp8Products, LayerRange, Rank};
 
 /// Largest width of the column of values.

@@ -5,15 +5,16 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_router::api::{self, Access, AccessConfig, Address, ConnectionTimeouts, Server, ServerConfig};
-use expertd_router::backend::{Backend, ServiceState};
-use expertd_router::progress;
-use expertd_router::sessions::{SessionConfig, SessionServer};
-use expertd_router::steps::{Service, ServiceEnd};
-use expertd_router::telemetry::{
-    MetricsEndpoint, flush_logs, flush_traces, install_recorder, start_traces, tell,
+use expertd_core::backend::{Backend, ServiceState};
+use expertd_core::listen::Address;
+use expertd_core::steps::{Service, ServiceEnd};
+use expertd_grpc::{
+    Access, AccessConfig, ConnectionTimeouts, MetricsPort, ModelDescription, Server, ServerConfig,
+    ServerError,
 };
+use expertd_sessions::{SessionConfig, SessionServer};
 use expertd_shm::wait::spin_between_steps;
+use expertd_telemetry::{flush_logs, flush_traces, install_recorder, progress, start_traces, tell};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -38,7 +39,7 @@ pub struct Running {
     metrics: SocketAddr,
     access: AccessConfig,
     shutdown: CancellationToken,
-    server: tokio::task::JoinHandle<Result<(), api::ServerError>>,
+    server: tokio::task::JoinHandle<Result<(), ServerError>>,
     sessions: Option<(String, tokio::task::JoinHandle<()>)>,
 }
 
@@ -58,7 +59,7 @@ impl Running {
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
         let endpoint =
-            MetricsEndpoint::bind(metrics, recorder, backend, Arc::clone(&access), plan.health_timeout)
+            MetricsPort::bind(metrics, recorder, backend, Arc::clone(&access), plan.health_timeout)
                 .await
                 .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
         let running = Self::listen(&service, &config, access, endpoint, sessions).await?;
@@ -70,7 +71,7 @@ impl Running {
         service: &Arc<Service>,
         config: &ServerConfig,
         access: Arc<Access>,
-        endpoint: MetricsEndpoint,
+        endpoint: MetricsPort,
         sessions: Option<SessionConfig>,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
@@ -79,9 +80,11 @@ impl Running {
         let server = Server::bind(config, access, backend).await?;
         let session_server = match sessions {
             Some(config) => {
-                let address = config.listen.to_string();
-                let bound = SessionServer::bind(config, Arc::clone(&service)).await;
-                let failed = |source| api::ServerError::Bind { setting: "session-listen", source };
+                let address = Address::Unix(config.listen.clone()).to_string();
+                let description = ModelDescription::default();
+                let describe = Box::new(move |model: &_| description.encoded(model));
+                let bound = SessionServer::bind(config, Arc::clone(&service), describe);
+                let failed = |source| ServerError::Bind { setting: "session-listen", source };
                 Some((address, bound.map_err(failed)?))
             }
             None => None,
@@ -202,8 +205,10 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
 /// The configuration of the session socket, if there is to be one.
 fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError> {
     let Some(sessions) = &plan.sessions else { return Ok(None) };
+    // The plan has no other address than one of a Unix-domain socket.
+    let Address::Unix(listen) = address("session-listen", &sessions.listen)? else { return Ok(None) };
     Ok(Some(SessionConfig {
-        listen: address("session-listen", &sessions.listen)?,
+        listen,
         users: sessions.users.clone(),
         limits: sessions.limits,
         spin: plan.cluster.spin,

@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::packed::K_BLOCK;
 use expertd_model::{GroupScales, INT4_ZERO, MatrixView, ScaleFormat, Scales, WeightFormat};
 
+/// Input features per packed block; the last block is padded with zeros.
+pub(crate) const K_BLOCK: usize = 32;
 /// Input features whose elements a word of 32 bits holds.
 pub(crate) const OCTET: usize = 8;
 

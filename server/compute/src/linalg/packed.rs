@@ -1,13 +1,11 @@
 //! Weight matrices packed for the kernels.
 
+pub(crate) use super::groups::K_BLOCK;
 use super::groups::{GroupLayout, OCTET, PackedScale};
 use super::memory::AlignedBuffer;
 use super::simd_level::SimdLevel;
 use super::storage::Storage;
 use expertd_model::{INT4_ZERO, MatrixError, MatrixView, Packing, Scales, WeightFormat};
-
-/// Input features per packed block; the last block is padded with zeros.
-pub(crate) const K_BLOCK: usize = 32;
 
 /// Outputs of the widest panel.
 pub(crate) const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();

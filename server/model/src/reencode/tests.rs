@@ -5,7 +5,7 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::*;
 use crate::Packing;
-use crate::decode::fp8_e4m3;
+use crate::codes::fp8_e4m3;
 
 /// Owned MXFP4 codes and exponents of `rows` × `cols` elements.
 struct Stored {

@@ -22,6 +22,7 @@ mod graphs;
 mod injected;
 mod layers;
 mod memories;
+mod open;
 mod pad;
 mod parts;
 mod probe;
@@ -31,6 +32,7 @@ mod step;
 mod upload;
 mod usage;
 mod weights;
+mod weights_error;
 
 pub(crate) use probe::{inventory, probe};
 pub(crate) use setup::load;

@@ -14,9 +14,11 @@ use nccl_sys::{Library, UniqueId};
 use super::copies::Copies;
 use super::counts::DeviceCounts;
 use super::layers::{any_fp8_products, widest};
+use super::open::open;
 use super::step::{Buffers, Sizes};
 use super::usage;
-use super::weights::{HeldWeights, WeightsError};
+use super::weights::HeldWeights;
+use super::weights_error::WeightsError;
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
@@ -88,24 +90,6 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })
-}
-
-/// Opens the GPU of a rank and checks that the kernels support it.
-///
-/// # Errors
-/// What was found and what to do.
-pub(super) fn open(gpu: u32) -> Result<Device, String> {
-    let failed = |error: DeviceError| error.to_string();
-    let present = Device::count().map_err(failed)?;
-    if gpu >= present {
-        return Err(format!(
-            "a rank needs GPU {gpu}, but this process sees {present} GPUs; lower --ranks, or look at --gpus and CUDA_VISIBLE_DEVICES"
-        ));
-    }
-    let device = Device::open(gpu).map_err(failed)?;
-    let capability = device.capability().map_err(failed)?;
-    let facts = GpuFacts { name: device.name().unwrap_or_default(), capability };
-    if facts.is_supported() { Ok(device) } else { Err(facts.refusal(gpu)) }
 }
 
 /// Pins the staging of the channel.

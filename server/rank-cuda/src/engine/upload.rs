@@ -11,7 +11,7 @@ use expertd_kernels::params::GateLayer;
 use half::bf16;
 
 use super::layers::{Layer, widest};
-use super::weights::WeightsError;
+use super::weights_error::WeightsError;
 use crate::experts::{CudaExperts, DeviceFormat, Filled, PackOn, Uploader, bf16_parts, padded, upload_bytes};
 use expertd_model::{Checkpoint, GateTensors, ReadBuffer, ReadBytes, WeightFormat};
 use expertd_rank::Progress;

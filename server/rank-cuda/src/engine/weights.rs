@@ -10,9 +10,10 @@ use expertd_kernels::device::{Device, DeviceError, ShareableMemory};
 use serde::{Deserialize, Serialize};
 
 use super::layers::{LayerFacts, Layers, place};
-use super::setup::open;
+use super::open::open;
 use super::upload::Upload;
-use crate::experts::{PackOn, UploadError, WeightSpace, bf16_parts, padded};
+use super::weights_error::WeightsError;
+use crate::experts::{PackOn, WeightSpace, bf16_parts, padded};
 use crate::{RankGpu, copy_tables};
 use expertd_ipc::control::{LoaderSetup, RankSetup};
 use expertd_ipc::{SealedError, SealedMemory, SealedWriter};
@@ -27,67 +28,6 @@ const LAYOUT: u32 = 4;
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
 const LOAD_THREADS: usize = 16;
-
-/// Why a rank's weights could not be packed or mapped.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum WeightsError {
-    /// The checkpoint cannot be read.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// An expert could not be uploaded.
-    #[error("layer {layer}: {source}")]
-    Upload {
-        /// The layer of the expert.
-        layer: LayerId,
-        /// The cause.
-        source: UploadError,
-    },
-    /// The CUDA driver failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// The index cannot be written or mapped.
-    #[error(transparent)]
-    Memory(#[from] SealedError),
-    /// The GPU cannot be used.
-    #[error("{0}")]
-    Gpu(String),
-    /// Threads cannot be started.
-    #[error("cannot start the threads that load weights: {0}")]
-    Threads(#[from] rayon::ThreadPoolBuildError),
-    /// The device has too little memory.
-    #[error(
-        "GPU {gpu} has {} MiB free of {} MiB, and this rank's weights and a reserve{} need {} MiB; use more {}", .free >> 20,
-        .total >> 20, if *.gpu_ranks == 1 { String::new() } else { format!(" for each of {gpu_ranks} ranks on it") },
-        .needed >> 20, if *.gpu_ranks == 1 { "ranks" } else { "GPUs" }
-    )]
-    Room {
-        /// The GPU.
-        gpu: u32,
-        /// Number of ranks on the GPU.
-        gpu_ranks: u32,
-        /// Free bytes.
-        free: u64,
-        /// All bytes.
-        total: u64,
-        /// Needed bytes.
-        needed: u64,
-    },
-    /// The index or the memory is of something else.
-    #[error("packed weights: expected {expected}, found {found}")]
-    Contents {
-        /// What was expected.
-        expected: String,
-        /// What was found.
-        found: String,
-    },
-}
-
-impl WeightsError {
-    /// Whether the only cause is that the weights do not fit beside what is in the device's memory.
-    pub(crate) fn lacks_room(&self) -> bool {
-        matches!(self, WeightsError::Room { needed, total, .. } if needed <= total)
-    }
-}
 
 /// What the device memory holds.
 #[derive(Debug, Serialize, Deserialize)]

@@ -2,9 +2,9 @@
 
 use expertd_types::{Slot, StepId};
 
+use super::spread::cut;
 use super::{Action, Request, Step, StepLoop};
 use crate::queue::{AGED_STEP_INTERVAL, Take, Taken};
-use crate::spread::cut;
 use crate::{Failure, RequestKey, StepKind, Time};
 
 /// The requests that the next step may take.

@@ -233,11 +233,11 @@ mod tests {
     use std::path::PathBuf;
     use std::time::Duration;
 
+    use expertd_core::cluster::ClusterConfig;
     use expertd_ipc::GroupShape;
     use expertd_ipc::control::CheckpointSource;
     use expertd_model::{Checkpoint, LayerChoice};
     use expertd_rank_cuda::{GpuFacts, NcclFacts};
-    use expertd_router::cluster::ClusterConfig;
     use expertd_test_fixtures::fixture;
     use expertd_types::{Coverage, Fp8Products};
 

@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::PlanError;
 use super::devices::{Devices, Host, MAX_RANKS};
 use super::values::{derive, value, within};
+use crate::cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use crate::inventory;
 use crate::serve::settings::{Given, parse_cores};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda as gpu;
-use expertd_router::cluster::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use expertd_shm::wait::SPIN_TIME;
 use expertd_types::{Fp8Compute, Fp8Products};
 

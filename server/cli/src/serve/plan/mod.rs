@@ -22,14 +22,14 @@ use self::values::{derive, millis, value, within};
 use super::layers;
 use super::settings::{Given, SettingsError, Shown, Source};
 use crate::admin::default_admin_address;
+use expertd_core::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
+use expertd_core::cluster::ClusterConfig;
+use expertd_core::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_grpc::{AccessConfig, ConnectionLimits};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
-use expertd_router::api::{AccessConfig, ConnectionLimits};
-use expertd_router::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
-use expertd_router::cluster::ClusterConfig;
-use expertd_router::steps::{ReloadPlanner, SchedulerConfig};
 use expertd_shm::SharedRegion;
 use expertd_types::{Coverage, ExpertPlacement};
 

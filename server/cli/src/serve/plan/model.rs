@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::machine::{Machine, list};
+use expertd_core::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::ModelSpec;
-use expertd_router::backend::{Limits, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
 use expertd_types::{ExpertPlacement, Generation, Rank, WeightFingerprint, WeightVersion};
 
 /// Describes a model for callers, before its first generation.

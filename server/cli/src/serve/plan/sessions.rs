@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::values::{derive, value, within};
 use crate::serve::settings::Given;
-use expertd_router::sessions::{MAX_OPENING, SessionLimits};
+use expertd_sessions::{MAX_OPENING, SessionLimits};
 
 /// Where and for whom sessions are served.
 #[derive(Clone, Debug, PartialEq, Eq)]

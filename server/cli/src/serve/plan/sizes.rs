@@ -4,11 +4,11 @@ use super::PlanError;
 use super::machine::Machine;
 use super::values::{derive, value, within};
 use crate::serve::settings::{Given, Source};
+use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::ModelSpec;
 use expertd_rank_cuda as gpu;
-use expertd_router::backend::Limits;
 
 /// Largest number of requests in flight on one stream.
 const MAX_REQUESTS_PER_STREAM: u32 = 256;

@@ -1,0 +1,100 @@
+//! Drops on threads of their own.
+//!
+//! Closing a descriptor takes as long as its peer likes: a Unix-domain socket closes what was passed over it and not received, and a
+//! passed descriptor may be a socket that lingers or a file of a stopped file system. Freeing a GiB takes a large part of a second.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Drops `held` on a thread of its own; on this one if there can be no thread.
+pub fn drop_apart(held: impl Send + 'static) {
+    let thread = std::thread::Builder::new().name("closer".to_owned());
+    // A thread that cannot be started drops its function, and with it what it holds.
+    let _ = thread.spawn(move || drop(held));
+}
+
+/// Counts what is being dropped apart, so that there is a bound on it.
+#[derive(Clone, Debug, Default)]
+pub struct Closing(Arc<AtomicUsize>);
+
+impl Closing {
+    /// Clients that are turned away at the same time, at most.
+    const MOST: usize = 64;
+
+    /// Whether another client may be turned away now. Until then a listener accepts none.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.0.load(Ordering::Acquire) < Self::MOST
+    }
+
+    /// Counts one until the result is dropped.
+    #[must_use]
+    pub fn begin(&self) -> Closed {
+        self.0.fetch_add(1, Ordering::AcqRel);
+        Closed(self.clone())
+    }
+}
+
+/// One that is counted.
+#[derive(Debug)]
+pub struct Closed(Closing);
+
+impl Drop for Closed {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::{IoSlice, Write as _};
+    use std::mem::MaybeUninit;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::{AsFd as _, OwnedFd};
+    use std::os::unix::net::UnixStream;
+    use std::time::{Duration, Instant};
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+    use super::*;
+
+    /// A socket that lingers over bytes that its peer does not read.
+    fn lingering() -> (OwnedFd, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let peer = listener.accept().unwrap().0;
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        while (&socket).write(&[0; 1 << 16]).is_ok() {}
+        socket.set_nonblocking(false).unwrap();
+        (socket.into(), peer)
+    }
+
+    /// Passes a descriptor over a socket whose peer does not receive it.
+    fn pass(socket: &UnixStream, descriptor: OwnedFd) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let passed = [descriptor.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&passed)));
+        rustix::net::sendmsg(socket, &[IoSlice::new(b"F")], &mut control, SendFlags::empty()).unwrap();
+    }
+
+    #[test]
+    fn a_socket_whose_close_blocks_is_closed_by_another_thread_and_counted() {
+        let (descriptor, peer) = lingering();
+        let (service, client) = UnixStream::pair().unwrap();
+        pass(&client, descriptor);
+        let refusing = Closing::default();
+        let begun = Instant::now();
+        drop_apart((service, refusing.begin()));
+        assert!(begun.elapsed() < Duration::from_secs(2), "the close was waited for");
+        assert_eq!(refusing.0.load(Ordering::Acquire), 1, "it is counted until it is closed");
+        drop(peer);
+        while refusing.0.load(Ordering::Acquire) > 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the socket is never closed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Requests that passed validation, their answers with receipts, and the errors that end them.
+
+use std::fmt;
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use expertd_scheduler::ClientKey;
+use expertd_types::{ChunkedBytes, DType, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
+
+/// Number of a request, unique within the process; logs and spans carry it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub u64);
+
+impl RequestId {
+    /// The next number.
+    #[must_use]
+    pub fn next() -> RequestId {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// The key of a client with a name, which its connections and sessions share.
+#[must_use]
+pub fn client_key(name: &str) -> ClientKey {
+    static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    ClientKey(HASHER.hash_one(name))
+}
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Validated routing of the caller, applied verbatim. The id −1 is already replaced.
+#[derive(Clone, Debug)]
+pub struct GivenRouting {
+    /// Row-major int32 little-endian `[tokens, k]`, distinct within a row and in range. Unaligned.
+    pub ids: Bytes,
+    /// Row-major float32 little-endian `[tokens, k]`, finite. Unaligned.
+    pub weights: Bytes,
+    /// Experts per token, `1..=MoeLayerInfo::max_k`.
+    pub k: usize,
+    /// The caller's own ids and weights, if they contained the id −1; receipts carry these.
+    pub as_given: Option<(Bytes, Bytes)>,
+}
+
+/// One validated token batch for one layer, `tokens >= 1`.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Number of the request, for logs.
+    pub id: RequestId,
+    /// Client of the request, for fairness.
+    pub client: ClientKey,
+    /// A layer with an MoE block.
+    pub layer: LayerId,
+    /// Number of rows, `1..=Limits::max_tokens_per_request`.
+    pub tokens: usize,
+    /// Element type of the rows, little-endian.
+    pub dtype: DType,
+    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the chunks in which they arrived.
+    /// Unaligned. Empty for a request of a session, whose rows lie in the session's memory.
+    pub rows: ChunkedBytes,
+    /// `None`: the layer's gate routes the rows.
+    pub routing: Option<GivenRouting>,
+    /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.
+    pub token_ids: Option<Bytes>,
+    /// Whether shared experts are part of the output.
+    pub shared_experts: bool,
+    /// The only version of the weights that may compute the answer.
+    pub expected_version: Option<WeightVersion>,
+    /// Whether the receipt carries ids and weights.
+    pub return_routing: bool,
+    /// Whether the receipt carries phase timings.
+    pub return_timings: bool,
+    /// Time after which the answer is of no use to the caller.
+    pub deadline: Option<Instant>,
+}
+
+/// Output rows and their receipt.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// Row-major `[tokens, hidden]` in the request's dtype, little-endian.
+    pub rows: Bytes,
+    /// Receipt of the answer.
+    pub receipt: Receipt,
+}
+
+/// Receipt of an answer.
+#[derive(Clone, Debug)]
+pub struct Receipt {
+    /// The steps that computed the request, in order.
+    pub steps: Vec<StepId>,
+    /// The generation that computed it.
+    pub generation: Generation,
+    /// Version of the weights that computed it.
+    pub weight_version: WeightVersion,
+    /// Their fingerprint.
+    pub weight_fingerprint: WeightFingerprint,
+    /// This request's tokens on each rank, summed over its steps.
+    pub tokens_per_rank: Vec<u32>,
+    /// One entry per step if `return_timings`, else empty.
+    pub timings: Vec<StepTiming>,
+    /// Row-major int32 little-endian `[tokens, k]` if `return_routing`, else empty.
+    pub topk_ids: Bytes,
+    /// Row-major float32 little-endian `[tokens, k]` if `return_routing`, else empty.
+    pub topk_weights: Bytes,
+    /// From admission until the first step formed.
+    pub queue_time: Duration,
+    /// From the forming of the first step until the last row was back at the router.
+    pub step_time: Duration,
+}
+
+/// Duration of each phase of one step on the slowest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the fields are the phases")]
+pub struct PhaseTimes {
+    pub copy_in: Duration,
+    pub gate: Duration,
+    pub prepare: Duration,
+    pub dispatch: Duration,
+    pub experts: Duration,
+    pub combine: Duration,
+    pub copy_out: Duration,
+}
+
+impl PhaseTimes {
+    /// In the order of [`Phase::ALL`](expertd_types::Phase::ALL).
+    #[must_use]
+    pub const fn all(&self) -> [Duration; 7] {
+        [self.copy_in, self.gate, self.prepare, self.dispatch, self.experts, self.combine, self.copy_out]
+    }
+}
+
+/// One step's timings in a receipt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepTiming {
+    /// Id of the step.
+    pub step: StepId,
+    /// Tokens of the whole step, all requests together.
+    pub tokens: u32,
+    /// Duration of each phase on the slowest rank.
+    pub phases: PhaseTimes,
+    /// The largest total of any rank over all phases except the copies between host and device.
+    pub computed: Duration,
+    /// When the step formed.
+    pub formed: Instant,
+    /// When its last row was back at the router.
+    pub done: Instant,
+}
+
+/// Why a request was not admitted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The queue is full (RESOURCE_EXHAUSTED).
+    #[error("{reason}; retry after {} ms", retry_after.as_millis())]
+    Overloaded {
+        /// The limit that was reached and how to raise it.
+        reason: String,
+        /// Expected time until there is room.
+        retry_after: Duration,
+    },
+    /// The service is draining and admits no requests (UNAVAILABLE).
+    #[error("the service is draining and admits no new requests")]
+    Draining,
+    /// No EP group can run steps: it is loading, re-forming or failed (UNAVAILABLE).
+    #[error("{reason}")]
+    NotReady {
+        /// Why there is no group.
+        reason: String,
+        /// Expected time until there is a group.
+        retry_after: Duration,
+    },
+    /// The deadline had passed on arrival (DEADLINE_EXCEEDED).
+    #[error("the deadline passed before the request was admitted")]
+    DeadlineExceeded,
+}
+
+/// Why an admitted request has no answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StepError {
+    /// A fault of its step or of its generation, or a drain that ran out of time (UNAVAILABLE: retrying is safe).
+    #[error("{reason}")]
+    Unavailable {
+        /// What happened.
+        reason: String,
+        /// Expected time until a retry succeeds.
+        retry_after: Duration,
+    },
+    /// Other weights were loaded while the request waited (FAILED_PRECONDITION).
+    #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
+    OtherWeights {
+        /// The expected version.
+        expected: WeightVersion,
+        /// The loaded version.
+        loaded: WeightVersion,
+    },
+    /// The deadline passed before the last row was back at the router (DEADLINE_EXCEEDED).
+    #[error("the deadline passed before the answer was complete")]
+    DeadlineExceeded,
+    /// Several steps with the request ended their generation, the last one with no other request in it (INTERNAL: retrying is
+    /// harmful).
+    #[error(
+        "{lost_steps} steps with this request ended the EP group, and no other request was in the last one; it will not be retried"
+    )]
+    Poisoned {
+        /// Number of lost steps that contained the request.
+        lost_steps: u32,
+    },
+}
+
+/// Why a call has no answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CallError {
+    /// It was not admitted.
+    Refused(SubmitError),
+    /// It was admitted.
+    Failed(StepError),
+}

@@ -1,0 +1,338 @@
+//! The router's side of one generation of the EP group: its ranks, its shared memory, the steps in flight.
+
+mod memories;
+mod steps;
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Instant;
+
+use self::steps::InFlight;
+pub(crate) use self::steps::StepDone;
+use super::config::{CHECK_INTERVAL, ClusterConfig};
+use super::fault::{FormError, channel_fault};
+use super::observed::ObservedTime;
+use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
+use super::weights::WeightSet;
+use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
+use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
+use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
+use expertd_shm::SharedRegion;
+use expertd_telemetry::progress;
+use expertd_types::{DeviceUsage, Generation, MemoryId, Rank};
+
+/// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
+/// has yet to map the channel.
+const START_GRACE: u32 = 10;
+
+/// Progress of a rank.
+#[derive(Clone, Debug)]
+pub(crate) struct RankView {
+    /// Process id.
+    pub pid: u32,
+    /// Device in words, once the rank has reported it.
+    pub device: Option<String>,
+    /// Whether it can run steps.
+    pub ready: bool,
+    /// Weight bytes loaded so far.
+    pub loaded_bytes: u64,
+    /// Weight bytes of its share.
+    pub total_bytes: u64,
+    /// Usage of its device, if the device reports any.
+    pub usage: Option<DeviceUsage>,
+}
+
+#[derive(Debug)]
+struct Member {
+    process: ChildProcess,
+    view: RankView,
+    heartbeat: u64,
+    /// Consecutive checks without a heartbeat. Counted rather than timed, so that a stall of the router itself does not count
+    /// against a rank.
+    missed_beats: u32,
+}
+
+/// A generation. Dropping it kills and reaps its ranks.
+#[derive(Debug)]
+pub(crate) struct Group {
+    config: Arc<ClusterConfig>,
+    generation: Generation,
+    channel: RouterChannel,
+    members: Vec<Member>,
+    events: Receiver<RankEvent>,
+    /// Events received and not yet processed.
+    received: VecDeque<RankEvent>,
+    /// Completions received and not yet processed.
+    completed: VecDeque<(Rank, Result<Completion, ChannelError>)>,
+    started: bool,
+    sequence: u64,
+    in_flight: VecDeque<InFlight>,
+    /// Time since the front step became the oldest one.
+    front_time: ObservedTime,
+    next_check: Instant,
+    /// Answers of ranks to orders about clients' memories.
+    attach_answers: VecDeque<(Rank, MemoryId, AttachAnswer)>,
+    /// Whether the usage of a device has changed since [`take_usage_change`](Self::take_usage_change).
+    usage_changed: bool,
+    /// Windows that the router creates and its ranks map; `None` if ranks make their own.
+    windows: Option<Arc<SharedRegion>>,
+}
+
+impl Group {
+    /// Starts the processes of a generation. They load concurrently; [`poll`](Self::poll) follows their progress.
+    ///
+    /// # Errors
+    /// If shared memory cannot be created or a process cannot be started.
+    pub(crate) fn form(
+        config: &Arc<ClusterConfig>,
+        generation: Generation,
+        weights: &WeightSet,
+        bell: &RouterBell,
+        row_counts: &RowCounts,
+    ) -> Result<Self, FormError> {
+        let channel = RouterChannel::create(&config.shape)?;
+        let windows = config
+            .windows
+            .map(|make| make(&rank_setup(config, generation, weights, row_counts.shape(), Rank(0))));
+        let windows = windows.transpose().map_err(FormError::Windows)?;
+        let (sender, events) = mpsc::channel();
+        let mut group = Group {
+            config: Arc::clone(config),
+            generation,
+            channel,
+            members: Vec::new(),
+            events,
+            received: VecDeque::new(),
+            completed: VecDeque::new(),
+            started: false,
+            sequence: 0,
+            in_flight: VecDeque::new(),
+            front_time: ObservedTime::start(Instant::now()),
+            next_check: Instant::now() + CHECK_INTERVAL,
+            attach_answers: VecDeque::new(),
+            usage_changed: false,
+            windows,
+        };
+        for rank in 0..config.shape.ranks {
+            progress::tick();
+            let rank = Rank(rank);
+            let process = group
+                .spawn(rank, weights, sender.clone(), bell, row_counts)
+                .map_err(|source| FormError::Spawn { rank, source })?;
+            let view = RankView {
+                pid: process.pid(),
+                device: None,
+                ready: false,
+                loaded_bytes: 0,
+                total_bytes: 0,
+                usage: None,
+            };
+            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
+        }
+        Ok(group)
+    }
+
+    fn spawn(
+        &self,
+        rank: Rank,
+        weights: &WeightSet,
+        events: Sender<RankEvent>,
+        bell: &RouterBell,
+        row_counts: &RowCounts,
+    ) -> io::Result<ChildProcess> {
+        let setup = rank_setup(&self.config, self.generation, weights, row_counts.shape(), rank);
+        let mut fds = vec![self.channel.fd(), bell.fd(), row_counts.fd()];
+        fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
+        fds.extend(weights.share(rank));
+        ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
+    }
+
+    /// Progress of each rank.
+    pub(crate) fn ranks(&self) -> impl Iterator<Item = &RankView> {
+        self.members.iter().map(|member| &member.view)
+    }
+
+    /// Whether the reported usage of a device has changed since the last call.
+    pub(crate) fn take_usage_change(&mut self) -> bool {
+        std::mem::take(&mut self.usage_changed)
+    }
+
+    /// Whether steps can be launched.
+    #[must_use]
+    pub(crate) const fn is_started(&self) -> bool {
+        self.started
+    }
+
+    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process.
+    pub(crate) fn collect(&mut self) -> bool {
+        self.received.extend(self.events.try_iter());
+        for rank in 0..self.members.len() {
+            let rank = Rank(rank as u32);
+            while let Some(completion) = self.channel.completion(rank).transpose() {
+                let broken = completion.is_err();
+                self.completed.push_back((rank, completion));
+                if broken {
+                    break;
+                }
+            }
+        }
+        !self.received.is_empty() || !self.completed.is_empty()
+    }
+
+    /// Processes events and completions of ranks without waiting. Returns whether there were any.
+    ///
+    /// # Errors
+    /// The fault that ends this generation.
+    pub(crate) fn poll(&mut self) -> Result<bool, Fault> {
+        let news = self.collect();
+        // Completions first: the report of a failed step names the cause, and the end of the rank's process does not.
+        while let Some((rank, completion)) = self.completed.pop_front() {
+            self.record(rank, completion.map_err(channel_fault)?)?;
+        }
+        while let Some(event) = self.received.pop_front() {
+            self.process_event(event)?;
+        }
+        if !self.started && self.members.iter().all(|member| member.view.ready) {
+            self.channel.populate().map_err(channel_fault)?;
+            for member in &self.members {
+                member.process.send(ToRank::Start);
+            }
+            self.started = true;
+        }
+        if Instant::now() >= self.next_check {
+            self.check_life()?;
+        }
+        Ok(news)
+    }
+
+    fn process_event(&mut self, event: RankEvent) -> Result<(), Fault> {
+        let rank = event.rank;
+        let member = &mut self.members[rank.index()];
+        match event.news {
+            RankNews::Message(FromRank::GroupId { id, multiprocessors }) => {
+                for member in &self.members {
+                    member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
+                }
+            }
+            RankNews::Message(FromRank::Ready { weight_bytes, device }) => {
+                member.view.ready = true;
+                member.view.device = Some(device);
+                member.view.loaded_bytes = weight_bytes;
+                member.view.total_bytes = weight_bytes;
+            }
+            RankNews::Message(FromRank::Attached { memory, error }) => {
+                self.attach_answers.push_back((rank, memory, AttachAnswer::Attached { error }));
+            }
+            RankNews::Message(FromRank::Detached { memory }) => {
+                self.attach_answers.push_back((rank, memory, AttachAnswer::Detached));
+            }
+            RankNews::Message(FromRank::Failed { kind, message }) => {
+                let kind = match kind {
+                    FailureKind::Load => FaultKind::Load,
+                    FailureKind::Setup => FaultKind::Setup,
+                };
+                return Err(Fault { kind, message: format!("rank {rank}: {message}") });
+            }
+            RankNews::Gone => {
+                let how =
+                    member.process.exit_status().map_or_else(String::new, |status| format!(" ({status})"));
+                return Err(Fault {
+                    kind: FaultKind::Exit,
+                    message: format!("rank {rank}, process {}, ended{how}", member.view.pid),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_life(&mut self) -> Result<(), Fault> {
+        self.next_check = Instant::now() + CHECK_INTERVAL;
+        let allowed = self.config.silent_checks();
+        for (rank, member) in self.members.iter_mut().enumerate() {
+            let beat = self.channel.heartbeat(Rank(rank as u32));
+            member.missed_beats = if beat == member.heartbeat { member.missed_beats + 1 } else { 0 };
+            member.heartbeat = beat;
+            let usage = self.channel.usage(Rank(rank as u32));
+            self.usage_changed |= usage != member.view.usage;
+            member.view.usage = usage;
+            let grace = if beat == 0 { START_GRACE } else { 1 };
+            if member.missed_beats >= allowed.saturating_mul(grace) {
+                let waited = CHECK_INTERVAL * member.missed_beats;
+                let message =
+                    format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
+                return Err(Fault { kind: FaultKind::Liveness, message });
+            }
+        }
+        let waited = self.front_time.look(Instant::now());
+        if let Some(step) = self.in_flight.front().filter(|step| step.completions.iter().any(Option::is_none))
+            && waited > self.config.step_timeout
+        {
+            let late: Vec<_> = (0..)
+                .zip(&step.completions)
+                .filter(|(_, c)| c.is_none())
+                .map(|(r, _)| r)
+                .collect::<Vec<u32>>();
+            let message = format!(
+                "step {} did not complete within {:?} on ranks {late:?}; if steps of this size need more time, raise step-timeout-ms",
+                step.step, self.config.step_timeout
+            );
+            return Err(Fault { kind: FaultKind::StepTimeout, message });
+        }
+        Ok(())
+    }
+
+    /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
+    /// mapped.
+    pub(crate) fn end(mut self) -> Vec<u32> {
+        self.kill_and_reap();
+        let left = self.members.iter().filter(|member| member.process.is_left());
+        left.map(|member| member.view.pid).collect()
+    }
+
+    fn kill_and_reap(&mut self) {
+        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
+    }
+
+    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
+    pub(crate) fn leave(mut self, deadline: Instant) {
+        for member in &self.members {
+            member.process.send(ToRank::Exit);
+        }
+        for member in &mut self.members {
+            member.process.wait_until(deadline);
+        }
+    }
+}
+
+fn rank_setup(
+    config: &ClusterConfig,
+    generation: Generation,
+    weights: &WeightSet,
+    row_counts: RowCountsShape,
+    rank: Rank,
+) -> RankSetup {
+    RankSetup {
+        rank,
+        generation,
+        shape: config.shape.clone(),
+        row_counts,
+        device: config.device,
+        gpus: config.gpus.clone(),
+        fingerprint: weights.source.fingerprint,
+        fp8_products: config.fp8_products,
+        cores: config.cores[rank.index()].clone(),
+        threads: config.threads(rank),
+        spin: config.spin,
+        peer_timeout: config.peer_timeout,
+        heartbeat: config.heartbeat(),
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.kill_and_reap();
+    }
+}

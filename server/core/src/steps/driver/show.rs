@@ -1,0 +1,109 @@
+//! Metrics and status of the step loop.
+
+use std::sync::PoisonError;
+
+use expertd_scheduler::{FaultKind, StepLoop};
+use expertd_types::Rank;
+
+use super::Processes;
+use crate::backend::{RankState, RankStatus};
+use expertd_telemetry::names;
+
+/// The queue's counts at their last publication.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Shown {
+    queued_tokens: usize,
+    requests_queued: usize,
+    requests_in_step: usize,
+}
+
+impl Shown {
+    fn of(steps: &StepLoop) -> Shown {
+        Shown {
+            queued_tokens: steps.queued_tokens(),
+            requests_queued: steps.requests_queued(),
+            requests_in_step: steps.requests_in_step(),
+        }
+    }
+}
+
+impl Processes {
+    /// Whether a completed step or the queue's counts are to be published.
+    pub(super) fn has_unpublished(&self, steps: &StepLoop) -> bool {
+        !self.unrecorded.is_empty() || Shown::of(steps) != self.shown
+    }
+
+    /// Publishes the queue's counts if they have changed.
+    pub(super) fn show_queue(&mut self, steps: &StepLoop) {
+        let counts = Shown::of(steps);
+        if counts == self.shown {
+            return;
+        }
+        self.shown = counts;
+        metrics::gauge!(names::QUEUE_TOKENS).set(counts.queued_tokens as f64);
+        metrics::gauge!(names::QUEUE_REQUESTS).set(counts.requests_queued as f64);
+        let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.requests_in_flight = counts.requests_in_step as u64;
+        status.requests_queued = counts.requests_queued as u64;
+    }
+
+    pub(super) fn show_ranks(&self) {
+        let loading = self.loading.as_ref().filter(|loading| !loading.is_in_background());
+        let ranks = match (&self.group, loading) {
+            (None, Some(loading)) => (0..)
+                .zip(loading.views())
+                .map(|(rank, view)| RankStatus {
+                    rank: Rank(rank),
+                    pid: view.pid,
+                    device: self.cluster.device.to_string(),
+                    state: RankState::Loading,
+                    weight_bytes_loaded: view.loaded_bytes,
+                    weight_bytes_total: view.total_bytes,
+                    usage: None,
+                })
+                .collect(),
+            (Some(group), _) => (0..)
+                .zip(group.ranks())
+                .map(|(rank, view)| {
+                    metrics::gauge!(names::RANK_WEIGHT_BYTES, "rank" => rank.to_string())
+                        .set(view.loaded_bytes as f64);
+                    RankStatus {
+                        rank: Rank(rank),
+                        pid: view.pid,
+                        device: view.device.clone().unwrap_or_else(|| self.cluster.device.to_string()),
+                        state: if view.ready { RankState::Ready } else { RankState::Loading },
+                        weight_bytes_loaded: view.loaded_bytes,
+                        weight_bytes_total: view.total_bytes,
+                        usage: view.usage,
+                    }
+                })
+                .collect(),
+            (None, None) => (0..self.cluster.shape.ranks)
+                .map(|rank| RankStatus {
+                    rank: Rank(rank),
+                    pid: 0,
+                    device: self.cluster.device.to_string(),
+                    state: RankState::Gone,
+                    weight_bytes_loaded: 0,
+                    weight_bytes_total: 0,
+                    usage: None,
+                })
+                .collect(),
+        };
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).ranks = ranks;
+    }
+
+    /// Publishes the progress of a reload.
+    pub(super) fn show_reload(&self, progress: Option<(u64, u64)>) {
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).reload = progress;
+    }
+}
+
+/// Starts counters at 0, because a rate over a counter that starts at 1 misses the first fault.
+pub(super) fn show_counters_of_faults() {
+    for kind in FaultKind::ALL {
+        metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => kind.label()).increment(0);
+    }
+    metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(0);
+    metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(0);
+}

@@ -1,0 +1,30 @@
+//! The gRPC services over a [`Backend`](expertd_core::backend::Backend): transport, credentials, bytes in flight, health, reflection; and
+//! the metrics port.
+//!
+//! * `access`: who may call: TLS, client certificates, tokens, users of this host.
+//! * `transport`: connections (limits, keep-alive), and `layers`, which every call passes (credentials, deadline, charges).
+//! * `bytes`: what messages are charged, and the progress of connections.
+//! * `status`: a failure as a gRPC status.
+//! * `service`: the services themselves; `validate` turns a message into a request for the step loop.
+//! * `metrics_port`: metrics, probes and the status page over HTTP.
+//!
+//! `docs/api.md` is the page for callers.
+
+#![forbid(unsafe_code)]
+
+mod access;
+mod bytes;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+mod metrics_port;
+mod service;
+mod status;
+mod transport;
+
+pub use access::{Access, AccessConfig, AccessError};
+pub use bytes::activity::ConnectionTimeouts;
+pub use metrics_port::MetricsPort;
+pub use service::description::ModelDescription;
+pub use status::ERROR_DOMAIN;
+pub use transport::places::ConnectionLimits;
+pub use transport::server::{Server, ServerConfig, ServerError};

@@ -1,0 +1,347 @@
+//! The layers in front of every call: who calls ([`Authenticate`]), then its charges, deadline and metrics ([`Admit`]).
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
+use http::{HeaderMap, Request, Response};
+use hyper::body::Incoming;
+use metrics::{Counter, counter};
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+use tonic::body::Body;
+use tonic::service::Routes;
+use tower::Service;
+
+use super::places::{Origin, Place, Places, Seat, count_end};
+use crate::access::{Access, Peer};
+use crate::bytes::activity::{Activity, ConnectionTimeouts};
+use crate::bytes::answer::AnswerBody;
+use crate::bytes::body::{RequestBody, Terms};
+use crate::bytes::budget::{Budget, CALL_BYTES, Owner};
+use crate::bytes::charges::Charges;
+use crate::service::call::{Call, deadline};
+use crate::service::description::ModelDescription;
+use crate::status::status_of;
+use expertd_core::backend::{Backend, ClientKey, client_key};
+use expertd_core::failure::Failure;
+use expertd_telemetry::{RequestMetrics, TraceParent, code_name, names};
+
+const FORWARD: &str = "/expertd.v1.Moe/Forward";
+const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
+const GET_MODEL: &str = "/expertd.v1.Moe/GetModel";
+const MOE: &str = "/expertd.v1.Moe/";
+const HEALTH: &str = "/grpc.health.v1.Health/";
+/// Largest request of a call without rows, in bytes: names, and reflection requests.
+const CONTROL_REQUEST_BYTES: usize = 4 << 10;
+/// Bytes charged for an answer of reflection, ListModels or Admin.
+const DESCRIPTOR_BYTES: usize = 64 << 10;
+
+/// The services of a listener, and the credentials that they require.
+pub(crate) struct Services {
+    pub(super) routes: Routes,
+    pub(super) access: Arc<Access>,
+    pub(super) budget: Arc<Budget>,
+    /// `None` for the admin listener.
+    pub(super) public: Option<Public>,
+}
+
+/// What calls of the public service need besides.
+pub(crate) struct Public {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) metrics: Arc<RequestMetrics>,
+    pub(super) description: ModelDescription,
+    pub(super) closing: CancellationToken,
+}
+
+impl Services {
+    /// Whether a connection from `origin` has to authenticate itself.
+    pub(super) fn must_authenticate(&self, origin: Origin) -> bool {
+        matches!(origin, Origin::Address(_)) && (self.public.is_none() || self.access.required())
+    }
+}
+
+/// The peer of a connection and, once it has called, its client.
+pub(crate) struct Client {
+    pub(super) key: ClientKey,
+    /// Ends the connection once its calls have finished.
+    pub(super) close: CancellationToken,
+    services: Arc<Services>,
+    peer: Peer,
+    activity: Arc<Activity>,
+    places: Arc<Places>,
+    /// Owner of calls without an authenticated client.
+    owner: Arc<Owner>,
+    known: Mutex<Known>,
+}
+
+/// The client of the last authenticated call.
+enum Known {
+    Nobody,
+    Named(Named),
+    /// The client had too many connections; this one stays refused.
+    Refused(usize),
+}
+
+struct Named {
+    name: Arc<str>,
+    key: ClientKey,
+    seat: Seat,
+    calls: Counter,
+    tokens: Counter,
+}
+
+/// The caller of one call.
+#[derive(Clone)]
+struct Caller {
+    key: ClientKey,
+    owner: Arc<Owner>,
+    /// Counts the tokens of a client that has a name.
+    tokens: Option<Counter>,
+    name: Option<Arc<str>>,
+}
+
+impl Client {
+    pub(super) fn new(
+        services: &Arc<Services>,
+        peer: Peer,
+        activity: &Arc<Activity>,
+        places: &Arc<Places>,
+        place: &Place,
+    ) -> Client {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Client {
+            key: ClientKey(NEXT.fetch_add(1, Ordering::Relaxed)),
+            close: CancellationToken::new(),
+            services: Arc::clone(services),
+            peer,
+            activity: Arc::clone(activity),
+            places: Arc::clone(places),
+            owner: Arc::clone(place.owner()),
+            known: Mutex::new(Known::Nobody),
+        }
+    }
+
+    /// Identifies the caller by its credentials and checks the client's number of connections.
+    fn caller(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
+        let Services { access, public, .. } = &*self.services;
+        self.activity.call();
+        let name = match public {
+            Some(_) => access.client(headers, &self.peer)?,
+            None => Some(access.admin(headers, &self.peer)?),
+        };
+        let Some(name) = name else {
+            return Ok(Caller { key: self.key, owner: Arc::clone(&self.owner), tokens: None, name: None });
+        };
+        self.activity.authenticate();
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let named = match &*known {
+            Known::Refused(limit) => return Err(Failure::TooManyConnections { limit: *limit }),
+            Known::Named(named) if named.name == name => named,
+            _ => match self.places.join(&name) {
+                Ok(seat) => {
+                    *known = Known::Named(Named::new(name, seat));
+                    let Known::Named(named) = &*known else { return Err(Failure::ShuttingDown) };
+                    named
+                }
+                Err(limit) => {
+                    *known = Known::Refused(limit);
+                    count_end("client_limit");
+                    self.close.cancel();
+                    return Err(Failure::TooManyConnections { limit });
+                }
+            },
+        };
+        named.calls.increment(1);
+        let (owner, tokens) = (Arc::clone(named.seat.owner()), Some(named.tokens.clone()));
+        Ok(Caller { key: named.key, owner, tokens, name: Some(Arc::clone(&named.name)) })
+    }
+}
+
+impl Named {
+    fn new(name: Arc<str>, seat: Seat) -> Named {
+        let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
+        let tokens = counter!(names::CLIENT_TOKENS_TOTAL, "client" => name.to_string());
+        tokens.increment(0);
+        Named { key: client_key(&name), name, seat, calls, tokens }
+    }
+}
+
+type Answer = Result<Response<Body>, Infallible>;
+type AnswerFuture = Pin<Box<dyn Future<Output = Answer> + Send>>;
+
+fn refused(failure: Failure) -> AnswerFuture {
+    let response = status_of(failure).into_http();
+    Box::pin(std::future::ready(Ok(response)))
+}
+
+/// Answers calls without valid credentials, and tells the inner service who calls.
+#[derive(Clone)]
+pub(super) struct Authenticate<S> {
+    inner: S,
+    client: Arc<Client>,
+}
+
+impl<S> Authenticate<S> {
+    pub(super) const fn new(inner: S, client: Arc<Client>) -> Authenticate<S> {
+        Authenticate { inner, client }
+    }
+}
+
+impl<S> Service<Request<Incoming>> for Authenticate<S>
+where
+    S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future = AnswerFuture>,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = AnswerFuture;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Incoming>) -> AnswerFuture {
+        match self.client.caller(request.headers()) {
+            Ok(caller) => {
+                request.extensions_mut().insert(caller);
+                self.inner.call(request)
+            }
+            Err(failure) => refused(failure),
+        }
+    }
+}
+
+/// Charges calls and their messages, and answers DEADLINE_EXCEEDED.
+#[derive(Clone)]
+pub(super) struct Admit<S> {
+    inner: S,
+    services: Arc<Services>,
+    activity: Arc<Activity>,
+    timeouts: ConnectionTimeouts,
+}
+
+impl<S> Admit<S> {
+    pub(super) const fn new(
+        inner: S,
+        services: Arc<Services>,
+        activity: Arc<Activity>,
+        timeouts: ConnectionTimeouts,
+    ) -> Admit<S> {
+        Admit { inner, services, activity, timeouts }
+    }
+}
+
+impl<S> Service<Request<Incoming>> for Admit<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible, Future: Send + 'static>,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = AnswerFuture;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Incoming>) -> AnswerFuture {
+        let arrived = Instant::now();
+        let Some(caller) = request.extensions_mut().remove::<Caller>() else {
+            return refused(Failure::Unauthenticated("the call has no caller"));
+        };
+        let Services { budget, public, access, .. } = &*self.services;
+        let path = request.uri().path();
+        let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
+        let public = public.as_ref().filter(|_| path.starts_with(MOE));
+        let forward = public.is_some() && (streaming || unary);
+        let (answer_bytes, limit) = match public {
+            Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
+            // The size of its answer changes with the placement.
+            Some(public) if path == GET_MODEL => {
+                (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
+            }
+            _ if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
+            _ if self.services.public.is_none() => (DESCRIPTOR_BYTES, CONTROL_MESSAGE_BYTES),
+            _ => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
+        };
+        let held = CALL_BYTES + answer_bytes + header_bytes(request.headers());
+        let Some(charge) = budget.charge(&caller.owner, 0, held) else { return refused(Failure::NoRoom) };
+        let (charge, charges) = (Arc::new(charge), Arc::new(Charges::default()));
+        let terms = Terms {
+            budget: Arc::clone(budget),
+            owner: caller.owner,
+            activity: Arc::clone(&self.activity),
+            timeouts: self.timeouts,
+            limit,
+            // A reflection stream carries several requests.
+            streaming: streaming || public.is_none(),
+            forward,
+        };
+        let mut deadline_at = None;
+        let mut of_unary = None;
+        if let Some(public) = public {
+            deadline_at = match deadline(request.headers(), arrived) {
+                Ok(deadline) => deadline,
+                Err(failure) => return refused(failure),
+            };
+            let parent = TraceParent::of(request.headers());
+            let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
+            of_unary = unary.then(|| (Arc::clone(&public.metrics), trace.clone()));
+            let headers = request.headers();
+            let call = Call {
+                client: caller.key,
+                client_tokens: caller.tokens,
+                deadline: deadline_at,
+                charges: Arc::clone(&charges),
+                pass: caller.name.filter(|_| streaming).and_then(|name| access.pass(headers, &name)),
+                closing: public.closing.clone(),
+                parent: parent.filter(|_| streaming),
+                trace,
+            };
+            request.extensions_mut().insert(call);
+        }
+        let of_body = Arc::clone(&charges);
+        let request = request.map(|body| Body::new(RequestBody::new(body, terms, of_body)));
+        let (answer, activity) = (self.inner.call(request), Arc::clone(&self.activity));
+        Box::pin(async move {
+            let response = match of_unary {
+                None => answer.await?,
+                Some((metrics, trace)) => {
+                    let response = until(deadline_at, answer).await?;
+                    let code = code_of(&response);
+                    metrics
+                        .answered(code_name(code as u32), charges.complete_at().unwrap_or(arrived).elapsed());
+                    trace.iter().for_each(|trace| trace.end(code as u32));
+                    response
+                }
+            };
+            Ok(response.map(|body| Body::new(AnswerBody::new(body, charges, activity, charge))))
+        })
+    }
+}
+
+/// Bytes of a call's headers, as HTTP/2 counts them for its limit.
+fn header_bytes(headers: &HeaderMap) -> usize {
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 32).sum()
+}
+
+/// The answer, or DEADLINE_EXCEEDED if it is not ready at `deadline`.
+async fn until(deadline: Option<Instant>, answer: impl Future<Output = Answer>) -> Answer {
+    let Some(deadline) = deadline else { return answer.await };
+    match tokio::time::timeout_at(deadline.into(), answer).await {
+        Ok(answer) => answer,
+        Err(_) => Ok(status_of(Failure::DeadlineExceeded).into_http()),
+    }
+}
+
+/// The status of a unary answer: in the headers of an error, in the trailers of a success.
+fn code_of<B>(response: &Response<B>) -> Code {
+    match response.headers().get("grpc-status") {
+        Some(value) => Code::from_bytes(value.as_bytes()),
+        None => Code::Ok,
+    }
+}

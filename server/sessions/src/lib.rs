@@ -1,0 +1,32 @@
+//! Sessions: clients on the same host that share memory with the service.
+//!
+//! * `listener`: the session socket; `shared`: what its threads share; `connection`: what the socket of a client carries; `opening`: how a
+//!   session is opened.
+//! * `session`: what both kinds of sessions have in common; `host`: rows lie in host memory; `cuda`: rows lie in the memory of the client's
+//!   GPU; `open`: a session of either kind.
+//! * `call`: a call that the step loop has; `completion`: what the client reads of its end.
+//! * `registry`: the open sessions; `limits`: how many there may be; `release`: the pages of ended sessions are freed.
+//!
+//! `docs/sessions.md` has the protocol and says what is trusted.
+
+#![forbid(unsafe_code)]
+
+mod call;
+mod completion;
+mod connection;
+mod cuda;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+mod host;
+mod limits;
+mod listener;
+mod open;
+mod opening;
+mod registry;
+mod release;
+mod session;
+mod shared;
+
+pub use limits::{MAX_OPENING, SessionLimits};
+pub use listener::SessionServer;
+pub use shared::{DescribeModel, SessionConfig};

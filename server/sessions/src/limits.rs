@@ -1,0 +1,153 @@
+//! How many sessions there may be, and how much memory they may hold.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use expertd_telemetry::names;
+use metrics::gauge;
+
+/// Largest number of clients that are connected and have not opened a session.
+pub const MAX_OPENING: usize = 16;
+
+/// How many sessions there may be and how much memory they may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionLimits {
+    /// Sessions that are open at once.
+    pub sessions: usize,
+    /// Mapped bytes of all sessions, counted once for the router and once for each rank.
+    pub bytes: usize,
+    /// Processes that map a session: the router and its ranks.
+    pub mappings: usize,
+    /// Whether several users may open sessions. Each of them has three quarters of the sessions and bytes at most.
+    pub several_users: bool,
+}
+
+impl SessionLimits {
+    /// The part of a limit that one user may have.
+    pub(crate) const fn of_user(&self, limit: usize) -> usize {
+        if self.several_users { limit - limit / 4 } else { limit }
+    }
+
+    /// Largest number of memories that the service holds: one for each open session and for each client that opens one, and as many
+    /// again as open sessions for sessions that have ended and whose calls or ranks still use the memory.
+    #[must_use]
+    pub const fn memories(&self) -> usize {
+        2 * self.sessions + MAX_OPENING
+    }
+}
+
+/// The memories of all sessions, and the charges against their limits.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Charges(Arc<Mutex<Charged>>);
+
+#[derive(Debug, Default)]
+struct Charged {
+    all: Memories,
+    users: HashMap<u32, Memories>,
+}
+
+/// Memories that are held, and their mapped bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Memories {
+    count: usize,
+    bytes: usize,
+}
+
+impl Memories {
+    const fn add(&mut self, bytes: usize) {
+        self.count += 1;
+        self.bytes += bytes;
+    }
+
+    const fn remove(&mut self, bytes: usize) {
+        self.count -= 1;
+        self.bytes -= bytes;
+    }
+}
+
+/// Mapped bytes that a session holds against the limit until the pages of its memory are freed.
+#[derive(Debug)]
+pub(crate) struct Charge {
+    charges: Charges,
+    user: u32,
+    bytes: usize,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut charged = self.charges.0.lock().unwrap_or_else(PoisonError::into_inner);
+        charged.all.remove(self.bytes);
+        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
+        if let Some(own) = charged.users.get_mut(&self.user) {
+            own.remove(self.bytes);
+            if own.count == 0 {
+                charged.users.remove(&self.user);
+            }
+        }
+    }
+}
+
+impl Charges {
+    /// Charges a region of `bytes` bytes to a user.
+    ///
+    /// # Errors
+    /// The sentence with which the session is refused.
+    pub(crate) fn charge(&self, limits: &SessionLimits, user: u32, bytes: usize) -> Result<Charge, String> {
+        let wanted = bytes.saturating_mul(limits.mappings);
+        let mut charged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = charged.users.get(&user).copied().unwrap_or_default();
+        for (held, whose, bytes_limit, memories) in [
+            (charged.all, "other", limits.bytes, limits.memories()),
+            (own, "its user's other", limits.of_user(limits.bytes), limits.of_user(limits.memories())),
+        ] {
+            if held.count >= memories {
+                return Err(format!(
+                    "{} memories of {whose} sessions are held, most of them of sessions that have ended and whose calls are under way; \
+                     at most {memories} may be held; try later",
+                    held.count
+                ));
+            }
+            if held.bytes.checked_add(wanted).is_none_or(|sum| sum > bytes_limit) {
+                return Err(format!(
+                    "a session of {bytes} bytes, mapped by {} processes, exceeds {bytes_limit} bytes beside {} bytes of {whose} \
+                     sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
+                    limits.mappings, held.bytes, limits.bytes
+                ));
+            }
+        }
+        charged.all.add(wanted);
+        charged.users.entry(user).or_default().add(wanted);
+        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
+        Ok(Charge { charges: self.clone(), user, bytes: wanted })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memories_are_limited_in_number_and_bytes() {
+        let limits = SessionLimits { sessions: 2, bytes: 1000, mappings: 4, several_users: true };
+        let charges = Charges::default();
+        // One user of several may have three quarters of each.
+        let error = charges.charge(&limits, 1, 200).unwrap_err();
+        assert!(error.contains("exceeds 750 bytes beside 0 bytes of its user's other"), "{error}");
+        let large = charges.charge(&limits, 1, 187).unwrap();
+        let error = charges.charge(&limits, 2, 100).unwrap_err();
+        assert!(error.contains("exceeds 1000 bytes beside 748 bytes of other sessions"), "{error}");
+        drop(large);
+        let own: Vec<_> = (0..15).map(|_| charges.charge(&limits, 1, 1).unwrap()).collect();
+        let error = charges.charge(&limits, 1, 1).unwrap_err();
+        assert!(error.contains("15 memories of its user's other sessions are held"), "{error}");
+        let others: Vec<_> = (0..5).map(|_| charges.charge(&limits, 2, 1).unwrap()).collect();
+        let error = charges.charge(&limits, 3, 1).unwrap_err();
+        assert!(error.contains("20 memories of other sessions are held"), "{error}");
+        drop(own);
+        assert!(charges.charge(&limits, 1, 1).is_ok());
+        drop(others);
+        let charged = charges.0.lock().unwrap();
+        assert!(charged.all == Memories::default() && charged.users.is_empty());
+    }
+}
