@@ -3,7 +3,7 @@
 # Debian's packages but no image registry. Needs root, buildah and debootstrap, no daemon.
 #
 #   docker.io/library/debian:bookworm-slim   Debian's minimal system
-#   docker.io/library/rust:1-bookworm        the same with gcc, g++ and this machine's Rust
+#   docker.io/library/rust:1-bookworm        the same with gcc, g++, Python and this machine's Rust
 #
 # Usage: scripts/base_images.sh            STORAGE_DRIVER chooses how buildah stores layers (default vfs)
 set -euo pipefail
@@ -34,7 +34,7 @@ image() {
 system slim ca-certificates
 image docker.io/library/debian:bookworm-slim "$folder/slim"
 
-system rust ca-certificates,gcc,g++,libc6-dev,make,pkg-config
+system rust ca-certificates,gcc,g++,libc6-dev,make,pkg-config,python3
 # Authorities that this machine trusts, such as that of a proxy.
 cp /etc/ssl/certs/ca-certificates.crt "$folder/rust/etc/ssl/certs/ca-certificates.crt"
 mkdir -p "$folder/rust/usr/local/cargo" "$folder/rust/usr/local/rustup"

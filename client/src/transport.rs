@@ -34,7 +34,7 @@ pub enum ConnectError {
         reason: String,
     },
     /// The address cannot be reached.
-    #[error("cannot connect to {address}: {reason}; is `expertd serve` running there?")]
+    #[error("cannot connect to {address}: {reason}; {}", advice(reason))]
     Unreachable {
         /// The given address.
         address: String,
@@ -103,6 +103,15 @@ pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Ch
         .await
         .map_err(|error| ConnectError::Unreachable { address: address.to_owned(), reason: chain(&error) })?;
     Ok(Channel::new(channel, authorization))
+}
+
+/// What to do about a connection that failed for this reason.
+fn advice(reason: &str) -> &'static str {
+    if reason.contains("not valid for name") {
+        return "the service answers, and its certificate has other names: pass one of them (--tls-server-name NAME; in Python \
+                Credentials(server_name=…))";
+    }
+    "is `expertd serve` running there?"
 }
 
 fn chain(error: &dyn std::error::Error) -> String {

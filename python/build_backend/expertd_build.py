@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import maturin
 from maturin import get_requires_for_build_editable, get_requires_for_build_wheel
@@ -27,6 +28,7 @@ __all__ = [
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 WORKSPACE = PACKAGE.parent
 SCRIPTS = PACKAGE / "wheel-data" / "scripts"
+DOCUMENTS = PACKAGE / "wheel-data" / "data" / "share" / "doc" / "expertd"
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
@@ -63,6 +65,18 @@ def place_command():
     target.chmod(0o755)
     if strip := shutil.which("strip"):
         subprocess.run([strip, "--strip-debug", target], check=True)
+    place_licences()
+
+
+def place_licences():
+    """Puts the licences of what the wheel contains where pip installs data: share/doc/expertd of the environment."""
+    DOCUMENTS.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(WORKSPACE / "LICENSE", DOCUMENTS / "LICENSE")
+    command = [sys.executable, WORKSPACE / "scripts/third_party.py", DOCUMENTS / "THIRD-PARTY.md"]
+    command += ["--package", "expertd", "expertd-python"]
+    if features := os.environ.get("EXPERTD_FEATURES"):
+        command += ["--features", features]
+    subprocess.run(command, check=True)
 
 
 def cargo_build():

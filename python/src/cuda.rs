@@ -27,7 +27,7 @@ use crate::session::open_failure;
 
 /// Time limit of opening a session and of preparing calls.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// One lane for calls, and one for those that graphs capture, because nothing orders replays of graphs and other calls.
+/// Two lanes: one for calls outside of graphs and one for calls that graphs capture, because nothing orders a replay against other calls.
 const LANES: usize = 2;
 const CAPTURED: usize = 1;
 
@@ -289,7 +289,7 @@ impl NativeCudaSession {
         matches!(self.open.lanes[0].status(), Err(SessionError::Ended { .. }))
     }
 
-    /// The number of calls that ended, without those that graphs captured, and the receipt of the last one if it was answered.
+    /// Number of calls that ended, those that graphs captured not included, and the receipt of the last one if it was answered.
     fn last(&self, py: Python<'_>) -> PyResult<(u64, Option<Receipt>)> {
         self.open.check_process()?;
         let status = self.open.lanes[0].status().map_err(|error| raise(py, error))?;

@@ -131,7 +131,7 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, what: &str) -> PyResult<Imported
     let managed = unsafe {
         let pointer = ffi::PyCapsule_GetPointer(capsule.as_ptr(), UNUSED.as_ptr());
         let Some(managed) = NonNull::new(pointer) else { return Err(PyErr::fetch(py)) };
-        // A capsule named so no longer frees its tensor: this function's caller does.
+        // A capsule with this name does not free its tensor; the caller of this function frees it.
         if ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr()) != 0 {
             return Err(PyErr::fetch(py));
         }

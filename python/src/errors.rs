@@ -1,12 +1,17 @@
 //! Failures of calls as exceptions of the package (`expertd/_errors.py`).
 
-use expertd_client::{ClientError, with_address_hint};
+use expertd_client::{ClientError, address_hint};
 use expertd_proto::retry_delay;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tonic::Status;
 use tonic_types::StatusExt as _;
+
+/// What may be wrong with an address that accepts connections but does not answer as gRPC.
+const OTHER_LISTENER: &str = "the address accepts connections but did not answer as gRPC: a service with TLS needs \
+    credentials=expertd.Credentials(ca=…), the address of `serve --session-listen` session=\"host\" or \"cuda\"; Admin and metrics have \
+    addresses of their own";
 
 /// Why a call has no answer.
 #[derive(Debug)]
@@ -23,10 +28,19 @@ impl From<Status> for Failure {
     }
 }
 
+impl From<Box<Status>> for Failure {
+    fn from(status: Box<Status>) -> Failure {
+        Failure::Status(status)
+    }
+}
+
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Failure {
         match error {
-            ClientError::Model(status) => with_address_hint(*status).into(),
+            ClientError::Model(status) if !address_hint(&status).is_empty() => {
+                Failure::Connect(format!("{}; {OTHER_LISTENER}", status.message()))
+            }
+            ClientError::Model(status) => status.into(),
             ClientError::Connect(error) => Failure::Connect(error.to_string()),
         }
     }

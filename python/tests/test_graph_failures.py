@@ -69,7 +69,7 @@ def route(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("expertd._cuda")
     for name in ("expertd._cuda", "expertd._cuda_session"):
-        # Other tests import them anew, with torch.
+        # So that other tests import these modules with torch.
         del sys.modules[name]
     route = module.CudaRoute("unix:/nowhere.sock", None, "raise")
     route.waited = waited

@@ -20,7 +20,14 @@ from expertd._serve import _end_with_parent
 def test_the_command_is_the_one_of_the_wheel():
     assert pathlib.Path(expertd.command()) == pathlib.Path(sysconfig.get_path("scripts")) / "expertd"
     printed = subprocess.run([expertd.command(), "--version"], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["expertd", expertd.__version__]
+    assert printed.split()[:2] == ["expertd", expertd.__version__]
+
+
+def test_the_wheel_has_the_licences_of_what_it_contains():
+    folder = pathlib.Path(sysconfig.get_path("data")) / "share/doc/expertd"
+    assert "Apache License" in (folder / "LICENSE").read_text()
+    notices = (folder / "THIRD-PARTY.md").read_text()
+    assert "| tonic |" in notices and "| pyo3 |" in notices and "Permission is hereby granted" in notices
 
 
 def test_a_service_ends_with_its_block():

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use expertd_client::Client;
+use expertd_model::synth::{self, SynthConfig};
 use rustix::process::Signal;
 
 use crate::held::HeldFile;
@@ -81,4 +82,19 @@ async fn the_check_of_a_reload_ends_with_the_service() {
     assert!(reloaded.is_err(), "{reloaded:?}");
     assert!(service.wait(LOST).is_some());
     eventually(LOST, "the check has ended", || !alive(check));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reload_of_fewer_layers_says_what_the_service_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |layers: usize| {
+        let path = folder.path().join(layers.to_string());
+        synth::write(&SynthConfig { layers, ..SynthConfig::new("qwen3_moe") }, &path).unwrap();
+        path
+    };
+    let service = Service::start_checkpoint(&of(3), 1, &[], &[]);
+    let refused = reload_to(&service, &of(2)).await.unwrap_err();
+    for part in ["the model has the layers 0-1", "this service holds layers 0-2"] {
+        assert!(refused.contains(part), "{part:?} is not in {refused}");
+    }
 }

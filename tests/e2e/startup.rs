@@ -139,6 +139,94 @@ fn long_values_are_printed() {
     assert!(String::from_utf8(output.stdout).unwrap().contains(&name));
 }
 
+/// Without what a setting's source is, lines of `--print-config`.
+fn printed_config(words: &[&str]) -> Vec<String> {
+    let output = serve_command(&fixture(FAMILY), words).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().map(|line| line.split("  #").next().unwrap().trim_end().to_owned()).collect()
+}
+
+#[test]
+fn the_printed_config_is_a_file_that_gives_the_same_settings() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("expertd.toml");
+    let given =
+        ["--ranks", "2", "--model-name", "a \"name\" # here", "--on-fault", "fail", "--max-sessions", "3"];
+    // The command of tests gives some addresses; the file gives the rest.
+    let addresses =
+        ["--listen", "127.0.0.1:1", "--admin-listen", "unix:/a", "--metrics-listen", "127.0.0.1:2"];
+    let lines = printed_config(&[&["--print-config"], &given[..], &addresses[..]].concat());
+    for part in [
+        "ranks                      = 2",
+        "max_sessions               = 3",
+        "on_fault                   = \"fail\"",
+    ] {
+        assert!(lines.iter().any(|line| line == part), "{part:?} is not in {lines:#?}");
+    }
+    assert!(lines.iter().any(|line| line == "# placement is not set"), "{lines:#?}");
+    // The model and the addresses come by flags again.
+    std::fs::write(&file, lines.join("\n")).unwrap();
+    let again =
+        printed_config(&[&["--print-config", "--config", file.to_str().unwrap()], &addresses[..]].concat());
+    assert_eq!(lines, again);
+}
+
+#[test]
+fn a_folder_needs_no_flag() {
+    let program = env!("CARGO_BIN_EXE_expertd");
+    let folder = fixture(FAMILY);
+    for command in ["inspect", "size"] {
+        let run = |words: &[&str]| {
+            let output = std::process::Command::new(program).arg(command).args(words).output().unwrap();
+            assert!(output.status.success(), "{command} {words:?}: {output:?}");
+            output.stdout
+        };
+        assert_eq!(
+            run(&[folder.to_str().unwrap()]),
+            run(&["--model", folder.to_str().unwrap()]),
+            "{command}"
+        );
+    }
+    let mut serve = std::process::Command::new(program);
+    serve.args(["serve", folder.to_str().unwrap(), "--print-config", "--admin-listen", "unix:/a"]);
+    let output = serve.output().unwrap();
+    assert!(
+        output.status.success() && String::from_utf8_lossy(&output.stdout).contains(folder.to_str().unwrap())
+    );
+}
+
+/// What is refused is said instead of a plan that would not be carried out.
+#[test]
+fn no_plan_is_printed_for_credentials_that_cannot_be_used() {
+    for flags in [
+        &["--tls-cert", "/no/such/cert.pem"][..],
+        &["--listen", "0.0.0.0:0"],
+        &["--token-file", "/no/such/tokens"],
+    ] {
+        let output = serve_command(&fixture(FAMILY), flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(64), "{flags:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "", "{flags:?}");
+    }
+}
+
+#[test]
+fn a_misspelt_variable_is_told_and_a_bad_value_is_blamed_on_its_variable() {
+    let with = |name: &str, value: &str| {
+        let mut command =
+            serve_command(&fixture(FAMILY), &["--log", "warn", "--tls-cert", "/no/such/cert.pem"]);
+        let output = command.env(name, value).stderr(std::process::Stdio::piped()).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (_, told) = with("EXPERTD_RANK", "2");
+    assert!(
+        told.contains("EXPERTD_RANK is no setting") && told.contains("did you mean EXPERTD_RANKS?"),
+        "{told}"
+    );
+    let (code, told) = with("EXPERTD_RANKS", "abc");
+    assert!(code == Some(2) && told.contains("the environment variable EXPERTD_RANKS"), "{told}");
+}
+
 /// A newcomer sees what was given, what was chosen, and last how to call the service. The rest is in --print-config.
 #[test]
 fn the_summary_names_what_was_given_and_ends_with_a_command_that_works() {
@@ -154,6 +242,8 @@ fn the_summary_names_what_was_given_and_ends_with_a_command_that_works() {
     assert!(lines[given].contains("--print-config"), "{lines:#?}");
     assert!(lines.iter().any(|line| line.starts_with("slots ")), "{lines:#?}");
     assert!(lines.len() < given + 20, "{lines:#?}");
+    let wide = lines[given..at("ready: ")].iter().find(|line| line.chars().count() > 100);
+    assert_eq!(wide, None, "the plan fits a terminal of 100 columns");
     let (plan, ready, call) = (at("    model  "), at("ready: "), at("  call it  expertd "));
     assert!(given < plan && plan < ready && ready < call, "{lines:#?}");
     assert!(lines[call + 1].contains("http://127.0.0.1:"), "{lines:#?}");

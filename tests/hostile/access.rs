@@ -133,6 +133,10 @@ async fn tls_keeps_plaintext_and_strangers_out() {
     let service = start(&with_tls(folder.path()), None).await;
     works(&service.tcp, &client_side(folder.path())).await;
     assert!(Client::connect(&service.tcp).await.is_err(), "plaintext");
+    let by_address = Credentials { server_name: None, ..client_side(folder.path()) };
+    let error = Client::connect_with(&service.tcp, &by_address).await.err().unwrap().to_string();
+    assert!(error.contains("--tls-server-name NAME") && error.contains("localhost"), "{error}");
+    assert!(!error.contains("is `expertd serve` running"), "{error}");
     let other = tempfile::tempdir().unwrap();
     Authority::new(other.path(), "ca");
     assert!(

@@ -59,6 +59,9 @@ impl Read for Until<'_> {
     }
 }
 
+/// The first bytes of an HTTP/2 connection, where a frame has its kind.
+const HTTP2: u32 = u32::from_le_bytes(*b"PRI ");
+
 fn receive_from(mut socket: impl Read, limit: usize) -> io::Result<Option<(u32, Vec<u8>)>> {
     let mut header = FrameHeader::zeroed();
     let bytes = bytemuck::bytes_of_mut(&mut header);
@@ -69,8 +72,12 @@ fn receive_from(mut socket: impl Read, limit: usize) -> io::Result<Option<(u32, 
     socket.read_exact(&mut bytes[first..])?;
     let length = header.bytes as usize;
     if length > limit {
-        let problem =
-            format!("a frame of kind {} announces {length} bytes; at most {limit} fit", header.kind);
+        let problem = if header.kind == HTTP2 {
+            "an HTTP/2 (gRPC) client connected to the session socket; the public API has another address"
+                .to_owned()
+        } else {
+            format!("a frame of kind {} announces {length} bytes; at most {limit} fit", header.kind)
+        };
         return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
     }
     let mut payload = vec![0; length];
@@ -148,6 +155,10 @@ mod tests {
         assert!(record::<Open>(&payload[1..]).is_err());
         let error = receive(&b, 7).unwrap_err().to_string();
         assert!(error.contains("announces 8 bytes"), "{error}");
+        let (mut a, b) = UnixStream::pair().unwrap();
+        a.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
+        let error = receive(&b, 100).unwrap_err().to_string();
+        assert!(error.contains("gRPC"), "{error}");
         let (a, b) = UnixStream::pair().unwrap();
         drop(a);
         assert!(receive(&b, 7).unwrap().is_none());

@@ -54,7 +54,7 @@ def _checked(original: Any, check: Callable[[], None]) -> Any:
         try:
             output = original(*args, **kwargs)
         except Exception:
-            # A step on NaN may fail in its own ways; the call's exception says why.
+            # Rows that are NaN may make the step itself fail; the exception of the call has the cause.
             check()
             raise
         check()

@@ -20,10 +20,11 @@ use rand_distr::{Distribution as _, StandardNormal};
 pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
-use self::routing::RoutingArg;
+use self::routing::RoutingRule;
 use super::ceilings;
 use super::serve::plan::PlanError;
 use super::serve::{exit, gpu_bytes};
+use super::units::{bytes, count};
 use expertd_core::backend::{
     Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
     StepError, SubmitError,
@@ -109,11 +110,12 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     };
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(
-        "{} ({}), {} MoE layers, hidden {hidden}; {ranks} ranks, {} cores, rows in {}",
+        "{} ({}), {}, hidden {hidden}; {}, {}, rows in {}",
         plan.model.name,
         plan.model.family,
-        layers.len(),
-        plan.cluster.cores.concat().len(),
+        count(layers.len() as u64, "MoE layer"),
+        count(ranks.into(), "rank"),
+        count(plan.cluster.cores.concat().len() as u64, "core"),
         args.dtype,
     );
     let on_gpus = plan.cluster.device == DeviceKind::Cuda;
@@ -134,12 +136,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         return Err(BenchError::NotReady(status.reason));
     }
     for rank in &status.ranks {
-        println!(
-            "rank {}: {}, {} MB of weights",
-            rank.rank,
-            rank.device,
-            rank.weight_bytes_loaded / 1_000_000
-        );
+        println!("rank {}: {}, {} of weights", rank.rank, rank.device, bytes(rank.weight_bytes_loaded));
     }
     let mut random = SmallRng::seed_from_u64(rand::random());
     let elements = POOL + largest * ranks as usize * hidden;
@@ -205,7 +202,7 @@ struct Bench {
     pool: Bytes,
     random: SmallRng,
     next_id: u64,
-    routing: RoutingArg,
+    routing: RoutingRule,
     ceilings: Option<Ceilings>,
     /// Bytes of weights that all ranks hold together.
     weight_bytes: u64,

@@ -16,8 +16,9 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, RoutingArg, printable};
+use super::client::{self, ClientError, RoutingSource, printable};
 use super::golden::{Golden, GoldenError, GoldenLayer};
+use super::units::time;
 use expertd_types::{DType, rows};
 
 /// Number of rows whose routing is printed.
@@ -51,7 +52,7 @@ pub struct CallArgs {
     pub golden: Option<PathBuf>,
     /// Source of the routing; `recorded` needs --golden
     #[arg(long, value_enum, default_value_t)]
-    pub routing: RoutingArg,
+    pub routing: RoutingSource,
     /// Leave the shared experts out of the output
     #[arg(long)]
     pub exclude_shared_experts: bool,
@@ -112,7 +113,7 @@ pub struct CallOutcome {
 /// # Errors
 /// If the arguments contradict each other, or the service cannot be reached or refuses the request.
 pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
-    if args.routing == RoutingArg::Recorded && args.golden.is_none() {
+    if args.routing == RoutingSource::Recorded && args.golden.is_none() {
         return Err(CallError::Usage("--routing recorded needs --golden FILE".to_owned()));
     }
     let golden = args.golden.as_deref().map(Golden::read).transpose()?;
@@ -229,13 +230,13 @@ impl Input {
             )));
         }
         let routing = match (args.routing, &recorded.routing) {
-            (RoutingArg::Gate, _) => None,
-            (RoutingArg::Recorded, Some(routing)) => Some(Routing {
+            (RoutingSource::Gate, _) => None,
+            (RoutingSource::Recorded, Some(routing)) => Some(Routing {
                 topk_ids: rows::encode_i32(&routing.ids[..tokens * routing.k]),
                 topk_weights: rows::encode(&routing.weights[..tokens * routing.k], DType::F32),
                 k: u32::try_from(routing.k).unwrap_or(u32::MAX),
             }),
-            (RoutingArg::Recorded, None) => {
+            (RoutingSource::Recorded, None) => {
                 let problem =
                     format!("the golden file has no routing for layer {}; use --routing gate", layer.layer);
                 return Err(CallError::Usage(problem));
@@ -307,11 +308,13 @@ impl CallOutcome {
         let (queue, step) = (duration(receipt.queue_time), duration(receipt.step_time));
         let rest = self.latency.saturating_sub(queue + step);
         println!(
-            "latency      {:?}: queue {queue:?}, step {step:?}, transport and client {rest:?}",
-            self.latency
+            "latency      {}: queue {}, step {}, transport and client {}",
+            time(self.latency),
+            time(queue),
+            time(step),
+            time(rest)
         );
-        let steps = receipt.steps.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
-        println!("steps        {steps}; tokens per rank {:?}", receipt.tokens_per_rank);
+        println!("computed     {}", client::steps_in_words(&receipt));
         for (row, pairs) in self.routing().iter().enumerate().take(ROUTING_ROWS) {
             let pairs = pairs.iter().map(|(id, weight)| format!("{id} ({weight:.4})")).collect::<Vec<_>>();
             println!("{:<12} row {row}: {}", if row == 0 { "routing" } else { "" }, pairs.join("  "));
@@ -320,7 +323,8 @@ impl CallOutcome {
             println!("{:<12} and {} more rows", "", self.tokens - ROUTING_ROWS);
         }
         for timing in &receipt.timings {
-            let phases = phases(timing).map(|(name, ns)| format!("{name} {:?}", Duration::from_nanos(ns)));
+            let phases =
+                phases(timing).map(|(name, ns)| format!("{name} {}", time(Duration::from_nanos(ns))));
             println!("step {:<7} {} tokens: {}", timing.step, timing.tokens, phases.join(", "));
         }
     }

@@ -8,7 +8,7 @@ use expertd_client::with_address_hint;
 use expertd_proto::retry_delay;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_client::MoeClient;
-use expertd_proto::v1::{GetModelRequest, GetModelResponse};
+use expertd_proto::v1::{GetModelRequest, GetModelResponse, Receipt};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
@@ -135,9 +135,22 @@ pub fn describe(status: &Status) -> String {
     text
 }
 
+/// The steps that computed an answer, in words.
+#[must_use]
+pub fn steps_in_words(receipt: &Receipt) -> String {
+    let list = |numbers: Vec<String>| numbers.join(", ");
+    let steps = list(receipt.steps.iter().map(u64::to_string).collect());
+    let tokens = list(receipt.tokens_per_rank.iter().map(u32::to_string).collect());
+    match receipt.steps.len() {
+        0 => "in no step".to_owned(),
+        1 => format!("in step {steps}, tokens per rank {tokens}"),
+        _ => format!("in steps {steps}, tokens per rank {tokens}"),
+    }
+}
+
 /// Value of a `--routing` flag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum RoutingArg {
+pub enum RoutingSource {
     /// The service runs the model's gate
     #[default]
     Gate,
@@ -176,6 +189,20 @@ mod tests {
             describe(&status),
             "bad request (INVALID_ARGUMENT); tokens: must be at most 64, found 65; retry after 250ms"
         );
+    }
+
+    #[test]
+    fn the_number_of_a_step_does_not_read_as_a_count() {
+        let receipt = |steps: &[u64], tokens: &[u32]| {
+            steps_in_words(&Receipt {
+                steps: steps.to_vec(),
+                tokens_per_rank: tokens.to_vec(),
+                ..Receipt::default()
+            })
+        };
+        assert_eq!(receipt(&[1], &[16]), "in step 1, tokens per rank 16");
+        assert_eq!(receipt(&[4, 5], &[9, 7]), "in steps 4, 5, tokens per rank 9, 7");
+        assert_eq!(receipt(&[], &[]), "in no step");
     }
 
     #[tokio::test]

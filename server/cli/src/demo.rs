@@ -7,7 +7,6 @@ use clap::Args;
 use expertd_client::transport::Credentials;
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{self, ForwardRequest};
-use indicatif::HumanBytes;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
@@ -15,7 +14,8 @@ use rand_distr::{Distribution as _, StandardNormal};
 use super::client::{self, ClientError};
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
-use super::serve::{Running, StartError, describe_plan, follow_loading};
+use super::serve::{Prepared, Running, StartError, describe_plan, follow_loading};
+use super::units::{bytes, count, time};
 use expertd_compute::experts::reference;
 use expertd_core::backend::{Backend, ServiceState};
 use expertd_ipc::control::DeviceKind;
@@ -31,13 +31,15 @@ const TOLERANCE: f64 = 1e-5;
 /// Synthesises a random checkpoint in a temporary folder, starts a service with several expert ranks on free loopback
 /// ports, sends random tokens through every MoE layer over gRPC, compares each row with a plain f64 computation of the
 /// block, prints the results, and removes everything.
+///
+/// Exits with status 0 if every row is right, otherwise with 1.
 #[derive(Args, Clone, Debug)]
 pub struct DemoArgs {
     /// Model family of the checkpoint; an unknown name lists all families
     #[arg(long, default_value = "qwen3_moe")]
     pub family: String,
     /// Number of expert ranks
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub ranks: u32,
     /// Device of the ranks
     #[arg(long, value_enum, default_value = "cpu")]
@@ -105,10 +107,10 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
         ..SynthConfig::new(&args.family)
     };
     let path = folder.path().join(&args.family);
-    println!("1. a random {} checkpoint of {}, bf16", args.family, HumanBytes(synth::size(&config)?));
+    println!("1. a random {} checkpoint of {}, bf16", args.family, bytes(synth::size(&config)?));
     synth::write(&config, &path)?;
 
-    println!("2. a service with {} expert ranks, one process each", args.ranks);
+    println!("2. a service with {}, one process each", count(args.ranks.into(), "expert rank"));
     let serve = ServeArgs {
         model: Some(path.clone()),
         ranks: Some(args.ranks),
@@ -121,7 +123,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     };
     let plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
     print!("{}", describe_plan(&plan));
-    let running = Running::start(plan).await?;
+    let running = Running::start(Prepared::new(plan)?).await?;
     let service = std::sync::Arc::clone(running.service());
     let _ = tokio::task::spawn_blocking(move || follow_loading(&service)).await;
     let verdict = call_all(&args, &running, &Checkpoint::open(&path)?).await;
@@ -141,7 +143,7 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
     }
     let address = running.address().map(ToString::to_string).unwrap_or_default();
     println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
-    println!("4. each row against a plain f64 computation of the block:");
+    println!("4. each row against a plain f64 computation of the block, with the largest relative error:");
     let mut client = client::connect(&address, &Credentials::default()).await?;
     let hidden = checkpoint.spec().hidden;
     let mut random = SmallRng::seed_from_u64(rand::random());
@@ -178,13 +180,10 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
         all_right &= right;
         let experts = receipt.timings.iter().map(|t| Duration::from_nanos(t.experts_ns)).sum::<Duration>();
         println!(
-            "   layer {layer}: step {:?} of generation {}, tokens per rank {:?}, {:.2} ms ({:.2} ms in the experts), \
-             largest relative error of a row {error:.1e} {}",
-            receipt.steps,
-            receipt.generation,
-            receipt.tokens_per_rank,
-            latency.as_secs_f64() * 1e3,
-            experts.as_secs_f64() * 1e3,
+            "   layer {layer}: {}; {} (experts {}); error {error:.1e} {}",
+            client::steps_in_words(&receipt),
+            time(latency),
+            time(experts),
             if right { "ok" } else { "WRONG" },
         );
     }

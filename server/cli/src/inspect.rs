@@ -1,13 +1,14 @@
 //! `expertd inspect`: describes a checkpoint and how its experts would be placed.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use serde_json::json;
 
 use super::serve::layers;
+use super::units::bytes;
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_model::WeightFormat;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement};
@@ -19,12 +20,32 @@ use expertd_types::{Coverage, Fp8Products, LayerId, Rank};
 /// The products that GPU ranks compute in FP8 with the defaults of `serve`.
 pub const GPU_PRODUCTS: Fp8Products = Fp8Products::OF_FP8;
 
+/// The folder of a checkpoint, as DIR or by `--model` as in `serve`.
+#[derive(Args, Clone, Debug, Default)]
+pub struct CheckpointArgs {
+    /// Folder of the checkpoint: config.json and *.safetensors in Hugging Face layout
+    #[arg(value_name = "DIR", required_unless_present = "model")]
+    folder: Option<PathBuf>,
+    /// The same as DIR
+    #[arg(long, value_name = "DIR", conflicts_with = "folder")]
+    model: Option<PathBuf>,
+}
+
+impl CheckpointArgs {
+    /// The given folder; empty only if the arguments were not parsed.
+    pub(super) fn folder(&self) -> &Path {
+        self.folder.as_deref().or(self.model.as_deref()).unwrap_or(Path::new(""))
+    }
+}
+
 /// Show the contents of a checkpoint: family, layers, gate, formats, and bytes per rank
+///
+/// Exits with status 0, or with 64 if the checkpoint cannot be served.
 #[derive(Args, Clone, Debug)]
 pub struct InspectArgs {
-    /// Directory with config.json and safetensors files
-    #[arg(value_name = "DIR")]
-    pub model: PathBuf,
+    /// The checkpoint.
+    #[command(flatten)]
+    pub checkpoint: CheckpointArgs,
     /// Number of ranks to place the experts on
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: u16,
@@ -58,7 +79,7 @@ pub fn run(args: &InspectArgs) -> ExitCode {
             return ExitCode::from(ModelError::EXIT_CODE);
         }
     };
-    match Checkpoint::open_layers(&args.model, choice) {
+    match Checkpoint::open_layers(args.checkpoint.folder(), choice) {
         Ok(checkpoint) => {
             let ranks = usize::from(args.ranks);
             let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };
@@ -256,19 +277,6 @@ fn ranges(layers: &[LayerId]) -> String {
     ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// Formats a size for people.
-#[must_use]
-pub fn bytes(size: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = size as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{size} B") } else { format!("{value:.1} {}", UNITS[unit]) }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -276,11 +284,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_and_sizes_are_formatted() {
+    fn layers_are_formatted_as_ranges() {
         let layers: Vec<LayerId> = [0, 1, 2, 5, 7, 8].map(LayerId).to_vec();
         assert_eq!(ranges(&layers), "0 to 2, 5, 7 to 8");
-        assert_eq!(bytes(17), "17 B");
-        assert_eq!(bytes(3 << 19), "1.5 MiB");
     }
 
     #[test]

@@ -22,6 +22,7 @@ pub mod serve;
 pub mod size;
 pub mod status;
 pub mod synth;
+mod units;
 pub mod verify;
 mod weight_bytes;
 
@@ -37,18 +38,12 @@ use expertd_telemetry::{LogFormat, flush_logs, init_logs};
 ///
 /// A token is a row of hidden states, taken after a layer's norm and before the residual. Start with `expertd demo`.
 #[derive(Parser, Debug)]
-#[command(name = "expertd", version, propagate_version = true, max_term_width = 100)]
+#[command(name = "expertd", version = BUILD, propagate_version = true, max_term_width = 100)]
 struct Cli {
     /// Filter of the log on standard error: a level, or directives such as info,expertd_core::steps=debug
-    #[arg(
-        long,
-        global = true,
-        env = "EXPERTD_LOG",
-        default_value = "info",
-        value_name = "FILTER",
-        help_heading = "Logging"
-    )]
-    log: String,
+    /// [default: info; warn for `demo` and `bench`]
+    #[arg(long, global = true, env = "EXPERTD_LOG", value_name = "FILTER", help_heading = "Logging")]
+    log: Option<String>,
     /// Format of log lines
     #[arg(
         long,
@@ -92,15 +87,27 @@ enum Command {
     Inventory,
 }
 
+/// Version, commit and devices of this build.
+const BUILD: &str = env!("EXPERTD_BUILD");
+
 /// Runs the program and returns its exit status.
 #[must_use]
 pub fn main() -> ExitCode {
-    let matches = Cli::command().get_matches();
-    let cli = match Cli::from_arg_matches(&matches) {
-        Ok(cli) => cli,
-        Err(error) => error.exit(),
+    let parsed =
+        Cli::command().try_get_matches().and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches)));
+    let (cli, matches) = match parsed {
+        Ok(parsed) => parsed,
+        Err(error) => {
+            let _ = error.print();
+            if let Some(variable) = serve::variables::refused(&error, std::env::args().skip(1)) {
+                eprintln!("\nThe value comes from the environment variable {variable}.");
+            }
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(serve::exit::USAGE));
+        }
     };
-    if let Err(error) = init_logs(&cli.log, cli.log_format) {
+    // Their tables share the terminal with the log.
+    let default = if matches!(cli.command, Command::Demo(_) | Command::Bench(_)) { "warn" } else { "info" };
+    if let Err(error) = init_logs(cli.log.as_deref().unwrap_or(default), cli.log_format) {
         eprintln!("expertd: {error}");
         return ExitCode::from(serve::exit::USAGE);
     }
@@ -159,4 +166,39 @@ fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCod
         eprintln!("expertd {name}: {error}");
         ExitCode::FAILURE
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_has_the_commit_and_the_devices() {
+        let rest = BUILD.strip_prefix(concat!(env!("CARGO_PKG_VERSION"), " (")).unwrap_or_default();
+        let (commit, devices) = rest.trim_end_matches(')').split_once(", ").unwrap_or_default();
+        assert!(
+            !commit.is_empty() && devices == if cfg!(feature = "cuda") { "cuda" } else { "cpu" },
+            "{BUILD}"
+        );
+    }
+
+    /// Without a terminal, help is as wide as it may be on one.
+    #[test]
+    fn help_is_wrapped_and_grouped() {
+        let mut command = Cli::command();
+        command.build();
+        for name in ["serve", "bench", "rebalance", "call"] {
+            let help =
+                command.find_subcommand_mut(name).map(|command| command.render_long_help().to_string());
+            let help = help.unwrap_or_default();
+            let longest = help.lines().map(|line| line.chars().count()).max().unwrap_or(0);
+            assert!((60..=100).contains(&longest), "{name}: {longest} columns");
+        }
+        let help = command.find_subcommand_mut("serve").map(|command| command.render_help().to_string());
+        let help = help.unwrap_or_default();
+        for part in ["Model and weights:", "Listeners:", "Access:", "Limits:", "[DIR]"] {
+            assert!(help.contains(part), "{part} is not in\n{help}");
+        }
+        assert!(!help.contains("[env: EXPERTD_RANKS"), "{help}");
+    }
 }

@@ -63,6 +63,9 @@ pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
         })?,
         None => measure(&args).await?,
     };
+    if let Some(problem) = nothing_to_do(&rows, args.ranks) {
+        return Err(ClientError::Content(problem));
+    }
     let (placement, changes) = rebalance(&rows, args.ranks, args.spare_experts).ok_or_else(|| {
         ClientError::Content(match args.seconds {
             Some(seconds) => format!("no expert has computed a row in {seconds} s; send requests meanwhile"),
@@ -73,6 +76,13 @@ pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
     let text = serde_json::to_string(&placement);
     println!("{}", text.map_err(|error| ClientError::Content(error.to_string()))?);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Why no placement of these rows can change a load.
+fn nothing_to_do(rows: &ExpertRows, ranks: Option<u32>) -> Option<String> {
+    let counted = rows.layers.iter().map(|layer| layer.ranks.len()).max()?;
+    let ranks = ranks.map_or(counted, |ranks| ranks as usize);
+    (ranks == 1).then(|| "there is one rank, which owns all experts: nothing to even out".to_owned())
 }
 
 /// The rows that a service has counted, or counts in some time.
@@ -91,7 +101,7 @@ fn from_message(message: GetExpertRowsResponse) -> ExpertRows {
     ExpertRows { layers: layers.collect() }
 }
 
-/// The rows that `now` has and `before` has not.
+/// Rows counted between `before` and `now`.
 fn since(mut now: ExpertRows, before: &ExpertRows) -> ExpertRows {
     for (now, before) in now.layers.iter_mut().zip(&before.layers) {
         for (now, before) in now.ranks.iter_mut().flatten().zip(before.ranks.iter().flatten()) {
@@ -174,6 +184,15 @@ mod tests {
         assert!(changes[0].after < 1.01 && changes[0].copies == 6, "{changes:?}");
         assert!(rebalance(&rows(&[&[0, 0], &[0, 0]]), None, 1).is_none());
         assert_eq!(rebalance(&hot, Some(4), 0).unwrap().0.ranks(), 4);
+    }
+
+    #[test]
+    fn one_rank_has_nothing_to_even_out() {
+        let one = rows(&[&[1, 2]]);
+        assert!(nothing_to_do(&one, None).is_some_and(|text| text.contains("one rank")));
+        assert_eq!(nothing_to_do(&one, Some(2)), None);
+        assert!(nothing_to_do(&rows(&[&[1], &[2]]), Some(1)).is_some());
+        assert_eq!(nothing_to_do(&rows(&[&[1], &[2]]), None), None);
     }
 
     #[test]

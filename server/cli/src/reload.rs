@@ -1,6 +1,6 @@
 //! `expertd reload`: lets a running service load other weights.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
@@ -43,12 +43,24 @@ pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
     let placement = match &args.placement {
         None => String::new(),
         Some(word) if word.as_os_str() == "contiguous" => "contiguous".to_owned(),
-        Some(path) => read(path)?,
+        Some(path) => placement_in(path)?,
     };
     match admin.reload(ReloadRequest { model, placement }).await {
         Ok(response) => Ok(response.into_inner()),
         Err(status) => Err(call_error("Reload", &args.admin.shown(), status)),
     }
+}
+
+/// The placement in a file. An empty text would mean the present placement to the service.
+fn placement_in(path: &Path) -> Result<String, ClientError> {
+    let text = read(path)?;
+    if text.trim().is_empty() {
+        return Err(ClientError::Content(format!(
+            "{} is empty; expected a placement as `expertd rebalance` prints it (it prints none if it fails)",
+            path.display()
+        )));
+    }
+    Ok(text)
 }
 
 /// Reloads the weights of a service and prints the result.
@@ -73,4 +85,27 @@ pub async fn run(args: ReloadArgs) -> Result<ExitCode, ClientError> {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn an_empty_placement_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("placement.json");
+        for empty in ["", " \n"] {
+            std::fs::write(&path, empty).unwrap();
+            let error = placement_in(&path).unwrap_err().to_string();
+            assert!(
+                error.contains("placement.json is empty") && error.contains("expertd rebalance"),
+                "{error}"
+            );
+        }
+        std::fs::write(&path, "{}").unwrap();
+        assert_eq!(placement_in(&path).unwrap(), "{}");
+    }
 }

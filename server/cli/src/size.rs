@@ -6,9 +6,10 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::inspect::{GPU_PRODUCTS, bytes};
+use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
 use super::serve::layers;
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::units::{bytes, count};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
@@ -34,12 +35,15 @@ const PADDING_TENTHS: u64 = 11;
 /// Print the memory that a service needs, and a resources block for its container
 ///
 /// Counts weights, windows, staging, messages and processes, at the largest that settings allow. It needs the checkpoint's headers
-/// only and no GPU. A reload that keeps the earlier weights until the new ones are loaded needs the weights twice.
+/// only and no GPU. A reload that keeps the earlier weights until the new ones are loaded needs the weights twice. `serve` chooses ranks
+/// and device from its machine; this command counts what --ranks and --device say.
+///
+/// Exits with status 0, or with 64 if the checkpoint or a size cannot be used.
 #[derive(Args, Clone, Debug)]
 pub struct SizeArgs {
-    /// Directory with config.json and safetensors files
-    #[arg(value_name = "DIR")]
-    pub model: PathBuf,
+    /// The checkpoint.
+    #[command(flatten)]
+    pub checkpoint: CheckpointArgs,
     /// Number of ranks
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub ranks: u32,
@@ -77,7 +81,7 @@ pub struct SizeArgs {
 
 /// Bytes that a service needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Sizes {
+struct MemoryNeeds {
     /// `[ranks]`, weights of each rank.
     weights: Vec<u64>,
     /// Windows of one rank.
@@ -92,8 +96,8 @@ struct Sizes {
     processes: u64,
 }
 
-impl Sizes {
-    fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<Sizes, String> {
+impl MemoryNeeds {
+    fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<MemoryNeeds, String> {
         let ranks = args.ranks as usize;
         let placement =
             args.placement.as_deref().map(|path| read_placement(path, spec, ranks)).transpose()?;
@@ -142,7 +146,7 @@ impl Sizes {
                 gpu_bytes_of_ranks(spec, Fp8Products { of_mxfp4, ..GPU_PRODUCTS }, ranks, held)
             }
         };
-        Ok(Sizes {
+        Ok(MemoryNeeds {
             weights: weights.into_iter().map(padded).collect(),
             windows: windows as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
@@ -188,13 +192,14 @@ pub fn run(args: &SizeArgs) -> ExitCode {
 fn text(args: &SizeArgs) -> Result<String, String> {
     let choice: LayerChoice =
         layers::parse(&args.layers, layers::host_name).map_err(|problem| format!("--layers {problem}"))?;
-    let checkpoint = Checkpoint::open_layers(&args.model, choice).map_err(|error| error.to_string())?;
-    let sizes = Sizes::new(checkpoint.spec(), args)?;
+    let checkpoint =
+        Checkpoint::open_layers(args.checkpoint.folder(), choice).map_err(|error| error.to_string())?;
+    let sizes = MemoryNeeds::new(checkpoint.spec(), args)?;
     Ok(block(&sizes, args, &checkpoint.spec().held.to_string()))
 }
 
 /// The sizes as comments, and the resources as YAML.
-fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
+fn block(sizes: &MemoryNeeds, args: &SizeArgs, held: &str) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "# {name:<10} {value}");
@@ -202,7 +207,11 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
     let (device, ranks) = (args.device, args.ranks);
     line(
         "service",
-        format!("layers {held}, {ranks} {device} ranks, {} tokens per step", args.max_tokens_per_step),
+        format!(
+            "layers {held}, {} per step, {} on {device}",
+            count(args.max_tokens_per_step.into(), "token"),
+            count(ranks.into(), "rank")
+        ),
     );
     let where_weights_are = match device {
         DeviceKind::Cpu => "in this memory",
@@ -219,7 +228,16 @@ fn block(sizes: &Sizes, args: &SizeArgs, held: &str) -> String {
         line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
     }
     let memory = sizes.host(device).div_ceil(1 << 30);
-    let cores = args.cores.unwrap_or(ranks * if device == DeviceKind::Cpu { 8 } else { 4 });
+    let per_rank = if device == DeviceKind::Cpu { 8 } else { 4 };
+    let cores = args.cores.unwrap_or(ranks * per_rank);
+    line(
+        "cores",
+        if args.cores.is_some() {
+            "as given".to_owned()
+        } else {
+            format!("{per_rank} for each rank; --cores gives others")
+        },
+    );
     let gpus = match device {
         DeviceKind::Cpu => String::new(),
         DeviceKind::Cuda => format!(", nvidia.com/gpu: \"{ranks}\""),
@@ -307,7 +325,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             synth::write(&SynthConfig { layers: 2, ..SynthConfig::new("mixtral") }, dir.path()).unwrap();
             let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
-            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size)
+            MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size)
         };
         let path = file.to_str().unwrap();
         let even = sizes("", &[]).unwrap();
@@ -316,7 +334,7 @@ mod tests {
         let placed =
             r#"{"ranks": 2, "layers": [{"layer": 1, "experts": [[0,1,2,3,4,5], [0,1,2,3,4,5,6,7]]}]}"#;
         let placed = sizes(placed, &["--placement", path]).unwrap();
-        let more = |sizes: &Sizes, rank: usize| sizes.weights[rank] - even.weights[rank];
+        let more = |sizes: &MemoryNeeds, rank: usize| sizes.weights[rank] - even.weights[rank];
         assert!(more(&placed, 0).abs_diff(more(&placed, 1) / 2) < 100, "{placed:?} {even:?}");
         // Two spare experts in each of two layers.
         let spare = sizes("", &["--spare-experts", "2"]).unwrap();
@@ -340,7 +358,7 @@ mod tests {
         let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
         let weights = |more: &[&str]| {
             let line = [&["size", "x", "--mxfp4-compute"], more].concat();
-            Sizes::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
+            MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
         };
         let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
         assert!(fp8 > widened * 18 / 10 && fp8 < 2 * widened, "{widened} {fp8}");
@@ -355,9 +373,9 @@ mod tests {
             Checkpoint::open_layers(dir.path(), choice).unwrap().spec().clone()
         };
         let args = Cli::try_parse_from(["size", "x", "--ranks", "2"]).unwrap().size;
-        let all = Sizes::new(&spec(LayerChoice::All), &args).unwrap();
-        let share = Sizes::new(&spec(LayerChoice::Share { index: 0, of: 3 }), &args).unwrap();
-        let total = |sizes: &Sizes| sizes.weights.iter().sum::<u64>();
+        let all = MemoryNeeds::new(&spec(LayerChoice::All), &args).unwrap();
+        let share = MemoryNeeds::new(&spec(LayerChoice::Share { index: 0, of: 3 }), &args).unwrap();
+        let total = |sizes: &MemoryNeeds| sizes.weights.iter().sum::<u64>();
         assert!((3 * total(&share)).abs_diff(total(&all)) < 100, "{share:?} {all:?}");
         assert_eq!(all.windows, share.windows);
     }

@@ -14,6 +14,7 @@ use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
 use super::client::{ClientError, printable};
+use super::units::{bytes, count};
 
 /// Show the state of a running service, its EP group and its ranks
 ///
@@ -155,7 +156,7 @@ fn to_text(status: &GetStatusResponse) -> String {
     if let Some(reload) = &status.reload {
         line(
             "reload",
-            format!("{} of {} MiB loaded", reload.weight_bytes_loaded >> 20, reload.weight_bytes_total >> 20),
+            format!("{} of {} loaded", bytes(reload.weight_bytes_loaded), bytes(reload.weight_bytes_total)),
         );
     }
     line("generation", status.generation.to_string());
@@ -171,7 +172,7 @@ fn to_text(status: &GetStatusResponse) -> String {
     if let Some(Imbalance { mean, largest, largest_layer }) = status.imbalance {
         line("imbalance", format!("{mean:.2}, at most {largest:.2} (layer {largest_layer})"));
     }
-    line("router", format!("{} MiB resident", status.router_memory_bytes >> 20));
+    line("router", format!("{} resident", bytes(status.router_memory_bytes)));
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
     }
@@ -182,37 +183,36 @@ fn to_text(status: &GetStatusResponse) -> String {
 }
 
 fn rank_text(rank: &RankStatus) -> String {
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    let loaded = mib(rank.weight_bytes_loaded);
+    let loaded = bytes(rank.weight_bytes_loaded);
     let weights = if rank.weight_bytes_loaded >= rank.weight_bytes_total {
-        format!("{loaded:.0} MiB of weights")
+        format!("{loaded} of weights")
     } else {
-        format!("{loaded:.0} of {:.0} MiB of weights", mib(rank.weight_bytes_total))
+        format!("{loaded} of {} of weights", bytes(rank.weight_bytes_total))
     };
-    let gpu = rank.gpu.as_ref().map_or_else(String::new, |gpu| gpu_text(gpu, mib));
+    let gpu = rank.gpu.as_ref().map_or_else(String::new, gpu_text);
     format!("{}, pid {}, {}, {weights}{gpu}", rank.state, rank.pid, rank.device)
 }
 
 /// Usage of a rank's GPU, with the comma before it.
-fn gpu_text(gpu: &GpuUsage, mib: impl Fn(u64) -> f64) -> String {
+fn gpu_text(gpu: &GpuUsage) -> String {
     let busy = gpu.utilization_percent.map_or_else(String::new, |percent| format!(", GPU {percent} % busy"));
     format!(
-        ", {:.0} of {:.0} MiB of GPU memory used{busy}",
-        mib(gpu.memory_used_bytes),
-        mib(gpu.memory_total_bytes)
+        ", {} of {} of GPU memory used{busy}",
+        bytes(gpu.memory_used_bytes),
+        bytes(gpu.memory_total_bytes)
     )
 }
 
 fn session_text(session: &SessionStatus) -> String {
     format!(
-        "user {}, pid {}, {:.0} s, {} KiB, {} calls ({} in flight), {} rows{}",
+        "user {}, pid {}, {:.0} s, {}, {} ({} in flight), {}{}",
         session.user,
         session.pid,
         session.age_seconds,
-        session.bytes >> 10,
-        session.calls_total,
+        bytes(session.bytes),
+        count(session.calls_total, "call"),
         session.calls_in_flight,
-        session.rows_total,
+        count(session.rows_total, "row"),
         match (session.in_place, session.refusal.as_str()) {
             (true, _) => " in place".to_owned(),
             (false, "") => " copied".to_owned(),
@@ -331,10 +331,10 @@ mod tests {
     fn the_text_has_the_reason_and_the_ranks() {
         let text = to_text(&sample());
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
-        assert!(text.contains("loading, pid 77, cpu (2 cores), 1 of 3 MiB of weights, 5 of 9 MiB of GPU memory used, GPU 40 % busy"), "{text}");
+        assert!(text.contains("loading, pid 77, cpu (2 cores), 1.0 MiB of 3.0 MiB of weights, 5.0 MiB of 9.0 MiB of GPU memory used, GPU 40 % busy"), "{text}");
         assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
-        assert!(text.contains("router       36 MiB resident"), "{text}");
-        assert!(text.contains("session 3    user 7, pid 99, 0 s, 1024 KiB"), "{text}");
+        assert!(text.contains("router       36.0 MiB resident"), "{text}");
+        assert!(text.contains("session 3    user 7, pid 99, 0 s, 1.0 MiB, 0 calls"), "{text}");
     }
 
     #[test]

@@ -9,6 +9,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 
 /// Write a random checkpoint of any supported family in Hugging Face layout
+///
+/// Exits with status 0, 64 for sizes that no checkpoint can have or a folder that is not empty, 1 if the files cannot be written.
 #[derive(Args, Clone, Debug)]
 pub struct SynthArgs {
     /// Family, such as mixtral, qwen3_moe or deepseek_v3; an unknown name lists all families
@@ -72,7 +74,7 @@ pub fn run(args: &SynthArgs) -> ExitCode {
     }
     match write(args) {
         Ok(bytes) => {
-            println!("wrote {} of weights to {}", super::inspect::bytes(bytes), args.out.display());
+            println!("wrote {} of weights to {}", super::units::bytes(bytes), args.out.display());
             ExitCode::SUCCESS
         }
         Err(error @ (SynthError::Io { .. } | SynthError::Space { .. })) => {

@@ -10,7 +10,7 @@ use expertd_proto::v1::{
 };
 use serde::Serialize;
 
-use super::client::{self, ClientError, RoutingArg};
+use super::client::{self, ClientError, RoutingSource};
 use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
 use expertd_types::{DType, rows};
 
@@ -37,7 +37,7 @@ pub struct VerifyArgs {
     pub layers: Vec<u32>,
     /// Source of the routing
     #[arg(long, value_enum, default_value_t)]
-    pub routing: RoutingArg,
+    pub routing: RoutingSource,
     /// Largest accepted relative L2 error of a row [default: 1e-5 for f32 rows, 1e-2 for others]
     #[arg(long)]
     pub tolerance: Option<f64>,
@@ -185,7 +185,7 @@ fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) ->
             )));
         }
         if let Some(routing) = &rows.routing
-            && args.routing == RoutingArg::Gate
+            && args.routing == RoutingSource::Gate
             && routing.k != served.top_k as usize
         {
             return Err(mismatch(format!(
@@ -193,7 +193,7 @@ fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) ->
                 routing.k, served.top_k
             )));
         }
-        if rows.routing.is_none() && args.routing == RoutingArg::Recorded {
+        if rows.routing.is_none() && args.routing == RoutingSource::Recorded {
             return Err(mismatch(format!(
                 "layer {layer} has no recorded routing (topk_ids, topk_weights); use --routing gate"
             )));
@@ -264,7 +264,7 @@ impl LayerCheck<'_> {
     fn request(&self, first: usize, last: usize) -> ForwardRequest {
         let hidden = self.rows.hidden;
         let input = &self.rows.input[first * hidden..last * hidden];
-        let recorded = self.rows.routing.as_ref().filter(|_| self.args.routing == RoutingArg::Recorded);
+        let recorded = self.rows.routing.as_ref().filter(|_| self.args.routing == RoutingSource::Recorded);
         let routing = recorded.map(|GoldenRouting { k, ids, weights }| Routing {
             topk_ids: rows::encode_i32(&ids[first * k..last * k]),
             topk_weights: rows::encode(&weights[first * k..last * k], DType::F32),
@@ -285,8 +285,8 @@ impl LayerCheck<'_> {
 
     fn compare(&self, answer: &LayerAnswer) -> LayerReport {
         let ids = self.rows.routing.as_ref().map(|recorded| match self.args.routing {
-            RoutingArg::Gate => IdsCheck::of_gate(recorded, &answer.ids, &answer.weights),
-            RoutingArg::Recorded => IdsCheck::of_verbatim(recorded, &answer.ids, &answer.weights),
+            RoutingSource::Gate => IdsCheck::of_gate(recorded, &answer.ids, &answer.weights),
+            RoutingSource::Recorded => IdsCheck::of_verbatim(recorded, &answer.ids, &answer.weights),
         });
         let excused = |row: usize| ids.as_ref().is_some_and(|ids| ids.excuses(row));
         let hidden = self.rows.hidden;
@@ -315,8 +315,8 @@ impl LayerCheck<'_> {
 
 fn print(args: &VerifyArgs, report: &VerifyReport) {
     let routing = match args.routing {
-        RoutingArg::Gate => "gate by the service",
-        RoutingArg::Recorded => "recorded routing",
+        RoutingSource::Gate => "gate by the service",
+        RoutingSource::Recorded => "recorded routing",
     };
     println!(
         "{} ({}), weight version {}: {} MoE layers, {routing}, {} rows, tolerance {:.0e}",

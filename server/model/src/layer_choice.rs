@@ -45,8 +45,11 @@ impl LayerChoice {
             LayerChoice::Range(range) => range,
             LayerChoice::Share { index, of } => return share(index as usize, of as usize, moe),
         };
-        if range.first > range.last || range.last > whole.last {
-            return Err(format!("expected a range within {whole}, the first layer before the last"));
+        if range.first > range.last {
+            return Err(format!("{range} ends before it begins; expected the first layer before the last"));
+        }
+        if range.last > whole.last {
+            return Err(format!("the model has the layers {whole}, expected a range within them"));
         }
         if !moe.iter().any(|&layer| range.contains(id(layer))) {
             let (first, last) = (moe.first().copied().unwrap_or(0), moe.last().copied().unwrap_or(0));

@@ -10,7 +10,7 @@ use expertd_kernels::ceilings::Ceilings;
 use expertd_rank_cuda as gpu;
 use expertd_types::{DType, Fp8Compute};
 
-use super::routing::RoutingArg;
+use super::routing::RoutingRule;
 use crate::ceilings;
 use crate::serve::plan::{self, PlanError, ServePlan};
 use crate::serve::settings::{Given, ServeArgs};
@@ -21,10 +21,15 @@ use crate::serve::settings::{Given, ServeArgs};
 /// new random rows for every step. Prints medians, and the range of the whole step. On GPUs, and if the machine's speed
 /// limits are given, it also prints the floor for the routing that was drawn: the weights or arithmetic of the slowest rank,
 /// and the rows over the busiest link.
+///
+/// Exits with status 0, 64 for an invalid setting or a broken checkpoint, 1 if a measurement failed.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
     /// Folder of the checkpoint; `expertd synth` writes one of any shape
-    #[arg(long, required_unless_present = "ceilings")]
+    #[arg(value_name = "DIR", required_unless_present_any = ["model", "ceilings"], conflicts_with = "ceilings")]
+    pub folder: Option<PathBuf>,
+    /// The same as DIR
+    #[arg(long, value_name = "DIR", conflicts_with = "folder")]
     pub model: Option<PathBuf>,
     /// Only measure the speed limits of the GPUs, together: memory, tensor cores, links. Takes about a second, during which
     /// nothing else should use the GPUs. --gpus or --ranks choose them [default: all that this process may use]
@@ -80,7 +85,7 @@ pub struct BenchArgs {
     /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
     /// (only those that rank 0 owns without a placement)
     #[arg(long, default_value = "gate")]
-    pub routing: RoutingArg,
+    pub routing: RoutingRule,
     /// Launch the kernels of GPU ranks one by one instead of replaying graphs
     #[arg(long)]
     pub eager: bool,
@@ -134,7 +139,7 @@ impl BenchArgs {
     /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
     pub(super) fn plan(&self, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
         let serve = ServeArgs {
-            model: self.model.clone(),
+            model: self.folder.clone().or_else(|| self.model.clone()),
             ranks: Some(self.ranks()),
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),

@@ -30,25 +30,30 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
+/// Columns of a phase's duration.
+fn width(phase: Phase) -> usize {
+    phase.name().len().max(6)
+}
+
 /// Formats the figures as a table.
 pub(super) fn table(figures: &[Figures]) -> String {
     let mut text = String::new();
-    let _ = write!(text, "{:>7} {:>10} {:>18} {:>10}", "T/rank", "step µs", "min .. p90", "tokens/s");
+    let _ = write!(text, "{:>6} {:>7} {:>13} {:>8}", "T/rank", "step µs", "min..p90", "tokens/s");
     for phase in Phase::ALL {
-        let _ = write!(text, " {:>9}", phase.name());
+        let _ = write!(text, " {:>1$}", phase.name(), width(phase));
     }
-    let _ = writeln!(text, " {:>9}", "rest");
+    let _ = writeln!(text, " {:>6}", "rest");
     let measured = |text: &mut String, f: &Figures| {
         let median = f.steps[f.steps.len() / 2];
         let p90 = f.steps[(f.steps.len() * 9 / 10).min(f.steps.len() - 1)];
-        let spread = format!("{:.0} .. {:.0}", micros(f.steps[0]), micros(p90));
+        let spread = format!("{:.0}..{:.0}", micros(f.steps[0]), micros(p90));
         let rate = (f.tokens * f.requests) as f64 / f.wall.as_secs_f64();
-        let _ = write!(text, "{:>7} {:>10.0} {spread:>18} {rate:>10.0}", f.tokens_per_rank, micros(median));
-        for time in f.phases {
-            let _ = write!(text, " {:>9.0}", micros(time));
+        let _ = write!(text, "{:>6} {:>7.0} {spread:>13} {rate:>8.0}", f.tokens_per_rank, micros(median));
+        for (phase, time) in Phase::ALL.into_iter().zip(f.phases) {
+            let _ = write!(text, " {:>1$.0}", micros(time), width(phase));
         }
         let rest = median.saturating_sub(f.phases.iter().sum());
-        let _ = writeln!(text, " {:>9.0}", micros(rest));
+        let _ = writeln!(text, " {:>6.0}", micros(rest));
     };
     for f in figures {
         measured(&mut text, f);
@@ -64,7 +69,7 @@ pub(super) fn table(figures: &[Figures]) -> String {
 
 /// Appends the floors in the columns of the line above, and the ratio of the step without copies to its floor.
 fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
-    let _ = write!(text, "{:>7} {:>10.0} {:>18} {:>10}", "floor", micros(floor.step()), "", "");
+    let _ = write!(text, "{:>6} {:>7.0} {:>13} {:>8}", "floor", micros(floor.step()), "", "");
     for phase in Phase::ALL {
         let part = match phase {
             Phase::Dispatch => format!("{:.0}", micros(floor.dispatch)),
@@ -72,7 +77,8 @@ fn floor_line(text: &mut String, f: &Figures, floor: &Floor) {
             Phase::Combine => format!("{:.0}", micros(floor.combine)),
             _ => String::new(),
         };
-        let _ = write!(text, " {part:>9}");
+        let width = width(phase);
+        let _ = write!(text, " {part:>width$}");
     }
     let (inner, ratio) = (micros(f.inner), f.inner.as_secs_f64() / floor.step().as_secs_f64());
     let _ = writeln!(text, "  without copies {inner:.0} µs, {ratio:.2} x the floor");

@@ -12,12 +12,12 @@ use rand::{RngExt as _, SeedableRng as _};
 use expertd_core::backend::{ExpertRows, GivenRouting};
 use expertd_types::{LayerId, rows};
 
-/// Seed of the order of popularity of [`RoutingArg::Hot`].
+/// Seed of the order of popularity of [`RoutingRule::Hot`].
 const ORDER_SEED: u64 = 1;
 
 /// Value of `--routing`: how the experts of a step are chosen.
 #[derive(Clone, Debug, PartialEq)]
-pub enum RoutingArg {
+pub enum RoutingRule {
     /// By the layer's gate.
     Gate,
     /// At random, all experts with equal probability.
@@ -34,18 +34,18 @@ pub enum RoutingArg {
     OneRank,
 }
 
-impl FromStr for RoutingArg {
+impl FromStr for RoutingRule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
-            None if text == "gate" => Ok(RoutingArg::Gate),
-            None if text == "uniform" => Ok(RoutingArg::Uniform),
-            None if text == "one-rank" => Ok(RoutingArg::OneRank),
-            None if text == "even" => Ok(RoutingArg::Even),
+            None if text == "gate" => Ok(RoutingRule::Gate),
+            None if text == "uniform" => Ok(RoutingRule::Uniform),
+            None if text == "one-rank" => Ok(RoutingRule::OneRank),
+            None if text == "even" => Ok(RoutingRule::Even),
             Some((kind @ ("zipf" | "hot"), exponent)) => match exponent.parse::<f64>() {
                 Ok(exponent) if exponent.is_finite() && exponent >= 0.0 => {
-                    Ok(if kind == "zipf" { RoutingArg::Zipf(exponent) } else { RoutingArg::Hot(exponent) })
+                    Ok(if kind == "zipf" { RoutingRule::Zipf(exponent) } else { RoutingRule::Hot(exponent) })
                 }
                 _ => Err(format!(
                     "`{exponent}` is not an exponent: {kind}:S takes a number of at least 0, such as {kind}:1.0"
@@ -60,15 +60,15 @@ impl FromStr for RoutingArg {
 }
 
 /// Reads what `expertd status --expert-rows` or `bench --expert-rows` wrote.
-fn counted(path: &Path) -> Result<RoutingArg, String> {
+fn counted(path: &Path) -> Result<RoutingRule, String> {
     let failed = |error: String| format!("{}: {error}; expected rows of experts as JSON", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
     let rows = ExpertRows::from_json(&text).map_err(failed)?;
     let layers = rows.layers.iter().map(|layer| (layer.layer, layer.of_experts()));
-    Ok(RoutingArg::Counted(Arc::new(layers.collect())))
+    Ok(RoutingRule::Counted(Arc::new(layers.collect())))
 }
 
-impl RoutingArg {
+impl RoutingRule {
     /// Draws the routing of `tokens` rows over a layer's `experts` experts, of which rank 0 owns the first `first_rank`. All weights
     /// are equal. Returns `None` for the gate.
     pub(super) fn draw(
@@ -81,15 +81,15 @@ impl RoutingArg {
         random: &mut SmallRng,
     ) -> Option<GivenRouting> {
         let counted = match self {
-            RoutingArg::Counted(layers) => layers.get(&layer).map_or(&[][..], Vec::as_slice),
+            RoutingRule::Counted(layers) => layers.get(&layer).map_or(&[][..], Vec::as_slice),
             _ => &[],
         };
         let weight = |rank: usize| match *self {
-            RoutingArg::Gate | RoutingArg::Uniform | RoutingArg::Even => 1.0,
-            RoutingArg::Zipf(exponent) | RoutingArg::Hot(exponent) => (rank as f64 + 1.0).powf(-exponent),
+            RoutingRule::Gate | RoutingRule::Uniform | RoutingRule::Even => 1.0,
+            RoutingRule::Zipf(exponent) | RoutingRule::Hot(exponent) => (rank as f64 + 1.0).powf(-exponent),
             // An expert without rows is chosen only if fewer than k others are left.
-            RoutingArg::Counted(_) => counted.get(rank).map_or(0.0, |&rows| rows as f64).max(1e-3),
-            RoutingArg::OneRank => {
+            RoutingRule::Counted(_) => counted.get(rank).map_or(0.0, |&rows| rows as f64).max(1e-3),
+            RoutingRule::OneRank => {
                 if rank < first_rank.max(k) {
                     1.0
                 } else {
@@ -97,13 +97,13 @@ impl RoutingArg {
                 }
             }
         };
-        if *self == RoutingArg::Gate {
+        if *self == RoutingRule::Gate {
             return None;
         }
         let mut order: Vec<usize> = (0..experts).collect();
         match self {
-            RoutingArg::OneRank | RoutingArg::Counted(_) => {}
-            RoutingArg::Hot(_) => order.shuffle(&mut SmallRng::seed_from_u64(ORDER_SEED)),
+            RoutingRule::OneRank | RoutingRule::Counted(_) => {}
+            RoutingRule::Hot(_) => order.shuffle(&mut SmallRng::seed_from_u64(ORDER_SEED)),
             _ => order.shuffle(random),
         }
         // The k largest of ln(weight) + Gumbel noise are k draws without replacement.
@@ -111,7 +111,7 @@ impl RoutingArg {
         let mut keys: Vec<(f64, usize)> = Vec::with_capacity(experts);
         let mut ids = Vec::with_capacity(tokens * k);
         for token in 0..tokens {
-            if *self == RoutingArg::Even {
+            if *self == RoutingRule::Even {
                 ids.extend((token * k..token * k + k).map(|at| order[at % experts] as i32));
                 continue;
             }
@@ -141,7 +141,7 @@ mod tests {
 
     const LAYER: LayerId = LayerId(3);
 
-    fn counts(routing: &RoutingArg) -> Vec<usize> {
+    fn counts(routing: &RoutingRule) -> Vec<usize> {
         let mut random = SmallRng::seed_from_u64(7);
         let mut counts = vec![0; 16];
         for _ in 0..50 {
@@ -158,15 +158,15 @@ mod tests {
 
     #[test]
     fn uniform_uses_all_experts_and_one_rank_those_of_rank_0() {
-        assert!(counts(&RoutingArg::Uniform).iter().all(|n| (250..500).contains(n)));
-        let one = counts(&RoutingArg::OneRank);
+        assert!(counts(&RoutingRule::Uniform).iter().all(|n| (250..500).contains(n)));
+        let one = counts(&RoutingRule::OneRank);
         assert!(one[..5].iter().all(|&n| n > 1000) && one[5..].iter().all(|&n| n == 0), "{one:?}");
     }
 
     #[test]
     fn zipf_is_skewed_within_a_step() {
         let mut random = SmallRng::seed_from_u64(3);
-        let drawn = RoutingArg::Zipf(2.0).draw(LAYER, 200, 64, 16, 1, &mut random).expect("not the gate's");
+        let drawn = RoutingRule::Zipf(2.0).draw(LAYER, 200, 64, 16, 1, &mut random).expect("not the gate's");
         let mut counts = [0; 64];
         rows::decode_i32(&drawn.ids).iter().for_each(|&id| counts[id as usize] += 1);
         counts.sort_unstable();
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn even_rows_are_even_and_hot_experts_stay() {
-        let (even, hot) = (counts(&RoutingArg::Even), counts(&RoutingArg::Hot(1.5)));
+        let (even, hot) = (counts(&RoutingRule::Even), counts(&RoutingRule::Hot(1.5)));
         assert!(even.iter().all(|n| even[0].abs_diff(*n) <= 50), "{even:?}");
         // 50 steps: with another order in each, no expert would be in nearly every row.
         assert!(hot.iter().any(|&n| n > 1200), "{hot:?}");
@@ -189,20 +189,20 @@ mod tests {
         let zeros = vec![0_u64; 16];
         let text = serde_json::json!({"layers": [{"layer": LAYER, "ranks": [zeros, rows]}]}).to_string();
         std::fs::write(file.path(), text).expect("written");
-        let routing: RoutingArg = format!("rows:{}", file.path().display()).parse().expect("rows");
+        let routing: RoutingRule = format!("rows:{}", file.path().display()).parse().expect("rows");
         let counts = counts(&routing);
         // 2000 rows choose three experts each: the ninth has weight 40 of 55.
         assert!(counts[9] > 1700 && counts.iter().all(|&n| n > 100), "{counts:?}");
-        let error = "rows:/nowhere".parse::<RoutingArg>().expect_err("no file");
+        let error = "rows:/nowhere".parse::<RoutingRule>().expect_err("no file");
         assert!(error.contains("/nowhere"), "{error}");
     }
 
     #[test]
     fn the_gate_draws_nothing_and_invalid_values_are_refused() {
-        assert!(RoutingArg::Gate.draw(LAYER, 1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
-        assert_eq!("zipf:1.5".parse(), Ok(RoutingArg::Zipf(1.5)));
-        assert_eq!("hot:0".parse(), Ok(RoutingArg::Hot(0.0)));
-        assert!("zipf:-1".parse::<RoutingArg>().is_err());
-        assert!("zip".parse::<RoutingArg>().is_err());
+        assert!(RoutingRule::Gate.draw(LAYER, 1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
+        assert_eq!("zipf:1.5".parse(), Ok(RoutingRule::Zipf(1.5)));
+        assert_eq!("hot:0".parse(), Ok(RoutingRule::Hot(0.0)));
+        assert!("zipf:-1".parse::<RoutingRule>().is_err());
+        assert!("zip".parse::<RoutingRule>().is_err());
     }
 }

@@ -8,11 +8,12 @@ mod reload;
 mod report;
 mod running;
 pub mod settings;
+pub(super) mod variables;
 
 pub use error::StartError;
 pub(super) use report::gpu_bytes;
 pub use report::{follow_loading, plan as describe_plan, weights as describe_weights};
-pub use running::Running;
+pub use running::{Prepared, Running};
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -68,7 +69,18 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
             return ExitCode::from(exit::USAGE);
         }
     };
-    print(&format!("{}{}", report::given_settings(&plan.shown), report::plan(&plan)));
+    for variable in std::env::vars_os().filter_map(|(name, _)| variables::unknown(name.to_str()?)) {
+        tracing::warn!("{variable}");
+    }
+    let prepared = match Prepared::new(plan) {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            tell(&format!("expertd serve: {error}"));
+            return error.exit_code();
+        }
+    };
+    let plan = prepared.plan();
+    print(&format!("{}{}", report::given_settings(&plan.shown), report::plan(plan)));
     if let Err(error) = guard_process() {
         tell(&format!("expertd serve: {error}"));
         return ExitCode::from(exit::SETUP);
@@ -82,7 +94,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let code = runtime.block_on(async {
-        match Running::start(plan).await {
+        match Running::start(prepared).await {
             Ok(running) => {
                 running.announce();
                 running.until_end().await

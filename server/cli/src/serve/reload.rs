@@ -18,7 +18,13 @@ const RESERVE: u64 = 256 << 20;
 pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
     let present = &context.checkpoint;
     let folder = folder.unwrap_or(&present.folder);
-    let found = inspect(folder, present)?;
+    let found = inspect(folder, present).map_err(|problem| {
+        if !problem.contains(&format!("layers {}:", present.layers)) {
+            return problem;
+        }
+        format!("{problem}; this service holds layers {}, and a reload needs the same shape: start a service of its own for another \
+                 model", present.layers)
+    })?;
     if let Some(difference) = difference(&context.spec, &found.model, String::new()) {
         return Err(format!(
             "{}: the checkpoint has another shape than the present one: {difference}; start a service of its own for it",

@@ -5,10 +5,11 @@ use std::io::IsTerminal as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
-use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 
-use super::plan::{ServePlan, SessionPlan};
+use super::plan::ServePlan;
 use super::settings::{Shown, Source};
+use crate::units::{bytes, wrap};
 use crate::weight_bytes::gpu_bytes_of_ranks;
 use expertd_core::backend::{Backend, RankState, ServiceState};
 use expertd_core::listen::Address;
@@ -21,7 +22,10 @@ use expertd_rank_cuda as gpu;
 use expertd_types::{Fp8Compute, Fp8Products, LayerRange, Rank};
 
 /// Largest width of the column of values.
-const MAX_ALIGNED: usize = 80;
+const MAX_ALIGNED: usize = 60;
+
+/// Columns of the names in the plan and of the space after them.
+const PLAN_INDENT: usize = 11;
 
 /// One line for each setting that was given, and a line that says how to see the others, which are also in the log at level debug.
 #[must_use]
@@ -29,7 +33,7 @@ pub(super) fn given_settings(shown: &[Shown]) -> String {
     let is_default = |s: &&Shown| matches!(s.source, Source::Default(_));
     let (defaults, given): (Vec<_>, Vec<_>) = shown.iter().partition(is_default);
     for Shown { name, value, source } in &defaults {
-        tracing::debug!(name, value, %source, "setting");
+        tracing::debug!(name, value = value.as_deref(), %source, "setting");
     }
     let more = defaults.len();
     let text = lines(given);
@@ -38,7 +42,7 @@ pub(super) fn given_settings(shown: &[Shown]) -> String {
     )
 }
 
-/// One line for each setting, with its value and source.
+/// One line of TOML for each setting, with its source; those without a value are comments.
 #[must_use]
 pub(super) fn settings(shown: &[Shown]) -> String {
     lines(shown.iter().collect())
@@ -47,10 +51,14 @@ pub(super) fn settings(shown: &[Shown]) -> String {
 fn lines(shown: Vec<&Shown>) -> String {
     let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
     // Longer values are printed whole; only their sources are not aligned.
-    let value = shown.iter().map(|s| s.value.len()).max().unwrap_or(0).min(MAX_ALIGNED);
+    let length = |s: &&Shown| s.value.as_ref().map_or(0, String::len);
+    let value = shown.iter().map(length).max().unwrap_or(0).min(MAX_ALIGNED);
     let mut text = String::new();
-    for s in shown {
-        let _ = writeln!(text, "{:name$} = {:value$}  # {}", s.name, s.value, s.source);
+    for Shown { name: setting, value: found, source } in shown {
+        let _ = match found {
+            Some(found) => writeln!(text, "{setting:name$} = {found:value$}  # {source}"),
+            None => writeln!(text, "# {setting} is not set"),
+        };
     }
     text
 }
@@ -62,7 +70,7 @@ pub fn plan(plan: &ServePlan) -> String {
     let shape = &cluster.shape;
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:>9}  {value}");
+        let _ = writeln!(text, "{name:>9}  {}", wrap(&value, PLAN_INDENT));
     };
     line("model", format!("{} ({}), weights {}", model.name, model.family, model.weight_formats.join(" + ")));
     let moe: Vec<_> = spec.moe_layers().collect();
@@ -110,23 +118,26 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "memory",
         format!(
-            "windows {} per rank ({} slots), staging and rings {}; up to {} of requests in flight, {} of sessions",
-            HumanBytes(plan.window_bytes as u64),
+            "windows {} per rank ({} slots), staging and rings {}; up to {} of requests in flight{}",
+            bytes(plan.window_bytes as u64),
             shape.slots,
-            HumanBytes(plan.channel_bytes as u64),
-            HumanBytes(model.limits.max_bytes_in_flight as u64),
-            HumanBytes(plan.sessions.as_ref().map_or(0, SessionPlan::router_bytes) as u64),
+            bytes(plan.channel_bytes as u64),
+            bytes(model.limits.max_bytes_in_flight as u64),
+            plan.sessions.as_ref().map_or_else(String::new, |sessions| format!(
+                ", {} of sessions",
+                bytes(sessions.router_bytes() as u64)
+            )),
         ),
     );
     line(
         "limits",
         format!(
-            "{} tokens per step ({} per rank), {} per request, {} queued; messages of {}",
+            "{} tokens per step ({} per rank), {} per request, {} queued; a request has up to {}",
             HumanCount(scheduler.max_tokens_per_step as u64),
             HumanCount(shape.max_tokens_per_rank as u64),
             HumanCount(model.limits.max_tokens_per_request as u64),
             HumanCount(scheduler.max_queued_tokens as u64),
-            HumanBytes(model.limits.max_message_bytes as u64),
+            bytes(model.limits.max_message_bytes as u64),
         ),
     );
     let connections = &plan.connections;
@@ -159,8 +170,12 @@ pub(super) fn usage(address: &Address, metrics: SocketAddr, access: &AccessConfi
         Address::Unix(_) => format!("expertd call --tokens 16 --address {address}"),
     };
     if matches!(address, Address::Tcp(_)) {
-        for (file, flag) in [(&access.tls_cert, " --tls-ca FILE"), (&access.token_file, " --token-file FILE")]
-        {
+        // NAME is one of the certificate's: the address need not be among them.
+        let flags = [
+            (&access.tls_cert, " --tls-ca FILE --tls-server-name NAME"),
+            (&access.token_file, " --token-file FILE"),
+        ];
+        for (file, flag) in flags {
             call.push_str(if file.is_some() { flag } else { "" });
         }
     }
@@ -207,7 +222,7 @@ fn gpu_weights(plan: &ServePlan) -> String {
         ranks.filter(|(of_rank, _)| *of_rank == gpu).map(|(_, bytes)| bytes).sum()
     };
     let largest = cluster.gpus.iter().map(on).max().unwrap_or(0);
-    format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), HumanBytes(largest))
+    format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), bytes(largest))
 }
 
 /// `[ranks]`: bytes of weights in the memory of each GPU.

@@ -1,6 +1,8 @@
 //! A running service: its start, its listeners, and its end.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,6 +33,51 @@ const FLUSH_TRACES: Duration = Duration::from_secs(2);
 /// Time limit for the end of the service after a second signal.
 const END_AT_ONCE: Duration = Duration::from_secs(3);
 
+/// A service whose addresses and credentials were checked. Nothing is bound and nothing started.
+pub struct Prepared {
+    plan: ServePlan,
+    config: ServerConfig,
+    sessions: Option<SessionConfig>,
+    access: Arc<Access>,
+    metrics: SocketAddr,
+}
+
+impl Prepared {
+    /// Checks addresses and credentials.
+    ///
+    /// # Errors
+    /// If an address is invalid or needs credentials, or credentials cannot be used.
+    pub fn new(plan: ServePlan) -> Result<Self, StartError> {
+        let config = server_config(&plan)?;
+        let sessions = session_config(&plan)?;
+        let access = Arc::new(Access::load(&plan.access)?);
+        config.check(&access)?;
+        let metrics = metrics_address(&plan, &access)?;
+        for (path, mode) in readable_secrets(&plan.access) {
+            tracing::warn!(
+                "{}: every user of this host can read it (mode {mode:o}); chmod 640 it",
+                path.display()
+            );
+        }
+        Ok(Prepared { plan, config, sessions, access, metrics })
+    }
+
+    /// What was checked.
+    #[must_use]
+    pub const fn plan(&self) -> &ServePlan {
+        &self.plan
+    }
+}
+
+/// Keys and token files that users other than the owner and the group can read, with their modes.
+fn readable_secrets(access: &AccessConfig) -> Vec<(&Path, u32)> {
+    const OTHERS_READ: u32 = 0o004;
+    let files = [&access.tls_key, &access.token_file, &access.admin_token_file];
+    let mode = |path: &Path| Some(std::fs::metadata(path).ok()?.mode() & 0o777);
+    let found = files.into_iter().flatten().filter_map(|path| Some((path.as_path(), mode(path)?)));
+    found.filter(|(_, mode)| mode & OTHERS_READ != 0).collect()
+}
+
 /// A running service with its listeners.
 pub struct Running {
     service: Arc<Service>,
@@ -44,16 +91,12 @@ pub struct Running {
 }
 
 impl Running {
-    /// Checks addresses and credentials, binds every address, then forms the first generation.
+    /// Binds every address, then forms the first generation.
     ///
     /// # Errors
-    /// If an address is invalid or cannot be bound, or the scheduler cannot be started.
-    pub async fn start(plan: ServePlan) -> Result<Self, StartError> {
-        let config = server_config(&plan)?;
-        let sessions = session_config(&plan)?;
-        let access = Arc::new(Access::load(&plan.access)?);
-        config.check(&access)?;
-        let metrics = metrics_address(&plan, &access)?;
+    /// If an address cannot be bound, or the scheduler cannot be started.
+    pub async fn start(prepared: Prepared) -> Result<Self, StartError> {
+        let Prepared { plan, config, sessions, access, metrics } = prepared;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         start_traces(plan.otlp_endpoint.as_deref())?;
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
@@ -267,4 +310,37 @@ fn drain_on_signals(service: Arc<Service>) {
             first = false;
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::fs::{Permissions, set_permissions};
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn secrets_that_everybody_can_read_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, mode| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, "secret").unwrap();
+            set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            Some(path)
+        };
+        let access = AccessConfig {
+            tls_cert: file("cert", 0o644),
+            tls_key: file("key", 0o644),
+            token_file: file("tokens", 0o640),
+            admin_token_file: file("admin", 0o604),
+            ..AccessConfig::default()
+        };
+        let found = readable_secrets(&access);
+        assert_eq!(
+            found,
+            [(folder.path().join("key").as_path(), 0o644), (folder.path().join("admin").as_path(), 0o604)]
+        );
+    }
 }

@@ -70,54 +70,58 @@ pub enum SettingsError {
 pub struct Shown {
     /// Name of the setting in the file; the flag has dashes instead of underscores.
     pub name: &'static str,
-    /// The value.
-    pub value: String,
+    /// The value as TOML writes it; `None` if there is none.
+    pub value: Option<String>,
     /// Source of the value.
     pub source: Source,
 }
 
-/// Formats a value for people; an absent one is a dash.
+/// Writes a value as TOML does.
 trait Show {
     fn show(&self) -> String;
 }
 
-macro_rules! show_as_display {
+macro_rules! show_plain {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_as_display!(String, u32, u64, usize, bool, DeviceKind, OnFault, Fp8Compute);
+show_plain!(u32, u64, usize, bool);
+
+macro_rules! show_quoted {
+    ($($ty:ty),*) => {
+        $(impl Show for $ty { fn show(&self) -> String { toml::Value::String(self.to_string()).to_string() } })*
+    };
+}
+show_quoted!(String, DeviceKind, OnFault, Fp8Compute, std::path::Display<'_>);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
-        self.display().to_string()
-    }
-}
-
-impl<T: Show> Show for Option<T> {
-    fn show(&self) -> String {
-        self.as_ref().map_or_else(|| "-".to_owned(), Show::show)
+        self.display().show()
     }
 }
 
 macro_rules! settings {
-    ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal $(, arg($($arg:tt)*))?; )*) => {
+    ($( $(#[$doc:meta])* $name:ident : $ty:ty = $default:expr, env $env:literal, in $heading:literal $(, arg($($arg:tt)*))?; )*) => {
         /// Serve the MoE layers of a checkpoint
         ///
-        /// Each setting comes from its flag, otherwise from its environment variable, otherwise from the file given by
-        /// --config, otherwise from its default. The service first prints what was given and what it
-        /// chose, and prints `ready:` once it serves.
+        /// Each setting comes from its flag, otherwise from the environment variable of its name (EXPERTD_MAX_SESSIONS for
+        /// --max-sessions), otherwise from the file given by --config, otherwise from its default. The service first prints what was
+        /// given and what it chose, and prints `ready:` once it serves.
         ///
         /// Exits with status 0 after a drain (SIGTERM, SIGINT, SIGHUP, `expertd drain`), 2 for an unknown flag or a value that does
         /// not parse, 64 for an invalid setting or a broken checkpoint, 65 if weights could not be loaded, 69 if an address
         /// could not be bound, 70 if ranks kept failing, 71 if a thread ended that the service needs.
         #[derive(Args, Clone, Debug, Default)]
         pub struct ServeArgs {
+            /// The same as --model: folder of the checkpoint
+            #[arg(value_name = "DIR")]
+            pub folder: Option<PathBuf>,
             /// TOML file with any of the settings below; names have underscores instead of dashes
-            #[arg(long, env = "EXPERTD_CONFIG", value_name = "FILE")]
+            #[arg(long, env = "EXPERTD_CONFIG", hide_env = true, value_name = "FILE")]
             pub config: Option<PathBuf>,
-            /// Print every setting with its value and source, defaults and what they were derived from included, and exit
+            /// Print every setting as TOML for --config, with its source or what its default was derived from, and exit
             #[arg(long)]
             pub print_config: bool,
-            $( $(#[$doc])* #[arg(long, env = $env $(, $($arg)*)?)] pub $name: Option<$ty>, )*
+            $( $(#[$doc])* #[arg(long, env = $env, hide_env = true, help_heading = $heading $(, $($arg)*)?)] pub $name: Option<$ty>, )*
         }
 
         #[derive(Deserialize, Default)]
@@ -146,7 +150,7 @@ macro_rules! settings {
                         _ => Source::Flag,
                     }
                 };
-                Ok(Given { $(
+                let mut given = Given { $(
                     $name: match (args.$name.clone(), file.$name) {
                         (Some(value), _) => (Some(value), from(stringify!($name), $env)),
                         (None, Some(value)) => (Some(value), Source::File),
@@ -155,15 +159,26 @@ macro_rules! settings {
                             (default, Source::Default(String::new()))
                         }
                     },
-                )* })
+                )* };
+                if let Some(folder) = &args.folder {
+                    if given.model.1 == Source::Flag {
+                        let problem = format!("the folder is given twice, as {} and by --model", folder.display());
+                        return Err(SettingsError::Value { name: "model", problem });
+                    }
+                    given.model = (Some(folder.clone()), Source::Flag);
+                }
+                Ok(given)
             }
+
+            /// The environment variables of all settings.
+            pub const VARIABLES: &[&str] = &[$($env),*];
 
             /// All settings in the order of the help text.
             #[must_use]
             pub fn shown(&self) -> Vec<Shown> {
                 vec![ $( Shown {
                     name: stringify!($name),
-                    value: self.$name.0.show(),
+                    value: self.$name.0.as_ref().map(Show::show),
                     source: self.$name.1.clone(),
                 }, )* ]
             }
@@ -173,103 +188,103 @@ macro_rules! settings {
 
 settings! {
     /// Folder of the checkpoint: config.json and *.safetensors in Hugging Face layout
-    model: PathBuf = None, env "EXPERTD_MODEL";
+    model: PathBuf = None, env "EXPERTD_MODEL", in "Model and weights";
     /// Name of the model for clients [default: the folder's name]
-    model_name: String = None, env "EXPERTD_MODEL_NAME";
+    model_name: String = None, env "EXPERTD_MODEL_NAME", in "Model and weights";
     /// Decoder layers to check, load and serve, as numbered in the checkpoint: FIRST-LAST, or ordinal/SHARES, which takes the
     /// share of MoE layers that the number at the end of the host name selects (modulo SHARES) [default: all]
-    layers: String = None, env "EXPERTD_LAYERS";
+    layers: String = None, env "EXPERTD_LAYERS", in "Model and weights";
     /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it [default: contiguous ranges]
-    placement: PathBuf = None, env "EXPERTD_PLACEMENT";
+    placement: PathBuf = None, env "EXPERTD_PLACEMENT", in "Model and weights";
     /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
-    ranks: u32 = None, env "EXPERTD_RANKS";
+    ranks: u32 = None, env "EXPERTD_RANKS", in "Ranks and devices";
     /// The GPU of each rank, comma-separated, as CUDA numbers the GPUs that this process may use; implies --ranks [default: 0, 1, …]
-    gpus: String = None, env "EXPERTD_GPUS";
+    gpus: String = None, env "EXPERTD_GPUS", in "Ranks and devices";
     /// Allow --gpus to name a GPU for several ranks, which is for tests: their kernels take turns; needs NCCL 2.30 [default: false]
-    share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", arg(num_args = 0..=1, default_missing_value = "true");
+    share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", in "Ranks and devices", arg(num_args = 0..=1, default_missing_value = "true");
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
-    device: DeviceKind = None, env "EXPERTD_DEVICE";
+    device: DeviceKind = None, env "EXPERTD_DEVICE", in "Ranks and devices";
     /// How ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the weights
     /// (on CPUs to f32), which is more exact [default: fp8 on GPUs, bf16 on CPUs]
-    fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE";
+    fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE", in "Model and weights";
     /// How ranks multiply MXFP4 weights: bf16 widens them (on CPUs to f32); fp8 quantises the rows to FP8, which is less exact, and
     /// GPUs then hold the weights as FP8, in twice the memory, which is faster from some hundred rows per rank on [default: bf16]
-    mxfp4_compute: Fp8Compute = None, env "EXPERTD_MXFP4_COMPUTE";
+    mxfp4_compute: Fp8Compute = None, env "EXPERTD_MXFP4_COMPUTE", in "Model and weights";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
-    listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN";
+    listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN", in "Listeners";
     /// Address of the Admin service with health: unix:PATH, or HOST:PORT with --admin-token-file [default: a socket of this user]
-    admin_listen: String = None, env "EXPERTD_ADMIN_LISTEN";
+    admin_listen: String = None, env "EXPERTD_ADMIN_LISTEN", in "Listeners";
     /// Address of the session socket, unix:PATH, for clients on this host that share memory with the service [default: none]
-    session_listen: String = None, env "EXPERTD_SESSION_LISTEN";
+    session_listen: String = None, env "EXPERTD_SESSION_LISTEN", in "Listeners";
     /// Users who may open sessions, comma-separated user ids [default: the service's own user]
-    session_allow_uid: String = None, env "EXPERTD_SESSION_ALLOW_UID";
+    session_allow_uid: String = None, env "EXPERTD_SESSION_ALLOW_UID", in "Access";
     /// Largest number of open sessions [default: 16]
-    max_sessions: u32 = Some(16), env "EXPERTD_MAX_SESSIONS";
+    max_sessions: u32 = Some(16), env "EXPERTD_MAX_SESSIONS", in "Limits";
     /// Largest number of mapped bytes of all sessions; each counts once for the router and once for each rank [default: 4 GiB]
-    max_session_bytes: u64 = Some(4 << 30), env "EXPERTD_MAX_SESSION_BYTES";
+    max_session_bytes: u64 = Some(4 << 30), env "EXPERTD_MAX_SESSION_BYTES", in "Limits";
     /// Address of the Prometheus endpoint, GET /metrics: IP:PORT [default: 127.0.0.1:9464]
-    metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN";
+    metrics_listen: String = Some("127.0.0.1:9464".into()), env "EXPERTD_METRICS_LISTEN", in "Listeners";
     /// Names besides localhost under which processes of this host may read metrics and the status page, comma-separated; requests with
     /// an address or a token need none [default: none]
-    metrics_hosts: String = None, env "EXPERTD_METRICS_HOSTS";
+    metrics_hosts: String = None, env "EXPERTD_METRICS_HOSTS", in "Listeners";
     /// Export the rows of each expert and layer as metrics: one series for each [default: false]
-    expert_metrics: bool = Some(false), env "EXPERTD_EXPERT_METRICS", arg(num_args = 0..=1, default_missing_value = "true");
+    expert_metrics: bool = Some(false), env "EXPERTD_EXPERT_METRICS", in "Listeners", arg(num_args = 0..=1, default_missing_value = "true");
     /// Receiver of traces, OTLP over gRPC, e.g. http://127.0.0.1:4317 [default: that of OTEL_EXPORTER_OTLP_ENDPOINT, else none]
-    otlp_endpoint: String = None, env "EXPERTD_OTLP_ENDPOINT";
+    otlp_endpoint: String = None, env "EXPERTD_OTLP_ENDPOINT", in "Listeners";
     /// The server's certificate chain, PEM; every TCP listener then speaks TLS
-    tls_cert: PathBuf = None, env "EXPERTD_TLS_CERT";
+    tls_cert: PathBuf = None, env "EXPERTD_TLS_CERT", in "Access";
     /// The private key of the server's certificate, PEM
-    tls_key: PathBuf = None, env "EXPERTD_TLS_KEY";
+    tls_key: PathBuf = None, env "EXPERTD_TLS_KEY", in "Access";
     /// Certificate authorities of clients, PEM; a client then needs a certificate, or a token where there are tokens
-    tls_client_ca: PathBuf = None, env "EXPERTD_TLS_CLIENT_CA";
+    tls_client_ca: PathBuf = None, env "EXPERTD_TLS_CLIENT_CA", in "Access";
     /// DNS names of client certificates that may call, comma-separated [default: all that the authorities signed]
-    tls_client_names: String = None, env "EXPERTD_TLS_CLIENT_NAMES";
+    tls_client_names: String = None, env "EXPERTD_TLS_CLIENT_NAMES", in "Access";
     /// File with the tokens of clients, a line `NAME TOKEN` each; calls over TCP then need one
-    token_file: PathBuf = None, env "EXPERTD_TOKEN_FILE";
+    token_file: PathBuf = None, env "EXPERTD_TOKEN_FILE", in "Access";
     /// File with the tokens of operators, for Admin over TCP
-    admin_token_file: PathBuf = None, env "EXPERTD_ADMIN_TOKEN_FILE";
+    admin_token_file: PathBuf = None, env "EXPERTD_ADMIN_TOKEN_FILE", in "Access";
     /// Allow plaintext and open metrics beyond loopback, on a network that is trusted [default: false]
-    insecure: bool = Some(false), env "EXPERTD_INSECURE", arg(num_args = 0..=1, default_missing_value = "true");
+    insecure: bool = Some(false), env "EXPERTD_INSECURE", in "Access", arg(num_args = 0..=1, default_missing_value = "true");
     /// Fingerprint every byte of the weights instead of samples; loading then reads them twice [default: false]
-    verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", arg(num_args = 0..=1, default_missing_value = "true");
+    verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", in "Model and weights", arg(num_args = 0..=1, default_missing_value = "true");
     /// Host memory for packed weights, in bytes; a reload that exceeds it drops the present weights first, while requests wait
     /// [default: what the machine has available]
-    max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES";
+    max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES", in "Model and weights";
     /// Start although the weights need more host memory than is available now [default: false]
-    skip_memory_check: bool = Some(false), env "EXPERTD_SKIP_MEMORY_CHECK", arg(num_args = 0..=1, default_missing_value = "true");
+    skip_memory_check: bool = Some(false), env "EXPERTD_SKIP_MEMORY_CHECK", in "Model and weights", arg(num_args = 0..=1, default_missing_value = "true");
     /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
-    max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP";
+    max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP", in "Limits";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
-    max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST";
+    max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST", in "Limits";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
-    max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS";
+    max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS", in "Limits";
     /// Time that the oldest request waits for others to join its step, in microseconds [default: 0]
-    max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US";
+    max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US", in "Limits";
     /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
-    slots: u32 = Some(2), env "EXPERTD_SLOTS";
+    slots: u32 = Some(2), env "EXPERTD_SLOTS", in "Ranks and devices";
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
-    cores: String = None, env "EXPERTD_CORES";
+    cores: String = None, env "EXPERTD_CORES", in "Ranks and devices";
     /// A rank without a heartbeat for this long ends the generation, in milliseconds [default: 1000]
-    liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS";
+    liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS", in "Timeouts and faults";
     /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
-    step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS";
+    step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS", in "Timeouts and faults";
     /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000, or 30000 with
     /// ranks that share a GPU]
-    device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS";
+    device_timeout_ms: u64 = Some(2000), env "EXPERTD_DEVICE_TIMEOUT_MS", in "Timeouts and faults";
     /// `/healthz` answers 503 if a thread that the service needs has made no progress for this long, in milliseconds [default: 5000]
-    health_timeout_ms: u64 = Some(5000), env "EXPERTD_HEALTH_TIMEOUT_MS";
+    health_timeout_ms: u64 = Some(5000), env "EXPERTD_HEALTH_TIMEOUT_MS", in "Timeouts and faults";
     /// What happens to requests without an answer after a fault of a rank [default: retry]
-    on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT";
+    on_fault: OnFault = Some(OnFault::Retry), env "EXPERTD_ON_FAULT", in "Timeouts and faults";
     /// Time limit for requests in flight after SIGTERM or a drain, in milliseconds [default: 10000]
-    drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS";
+    drain_timeout_ms: u64 = Some(10_000), env "EXPERTD_DRAIN_TIMEOUT_MS", in "Timeouts and faults";
     /// Largest number of open connections [default: 1024]
-    max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS";
+    max_connections: u32 = Some(1024), env "EXPERTD_MAX_CONNECTIONS", in "Limits";
     /// Largest number of open connections from one address or of one client [default: half of max-connections]
-    max_connections_per_client: u32 = None, env "EXPERTD_MAX_CONNECTIONS_PER_CLIENT";
+    max_connections_per_client: u32 = None, env "EXPERTD_MAX_CONNECTIONS_PER_CLIENT", in "Limits";
     /// Largest number of streams on one connection [default: 128]
-    max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION";
+    max_streams_per_connection: u32 = Some(128), env "EXPERTD_MAX_STREAMS_PER_CONNECTION", in "Limits";
     /// Largest number of bytes of requests held at once [default: 1 GiB, or the size of 4 largest requests if that is more]
-    max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT";
+    max_bytes_in_flight: u64 = None, env "EXPERTD_MAX_BYTES_IN_FLIGHT", in "Limits";
 }
 
 fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
@@ -277,33 +292,6 @@ fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
         .map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
     toml::from_str(&text)
         .map_err(|source| SettingsError::Parse { path: path.to_owned(), source: Box::new(source) })
-}
-
-/// Parses a list of cores such as `0-3,8`.
-///
-/// # Errors
-/// If the text is not such a list, or contains a core twice.
-pub fn parse_cores(text: &str) -> Result<Vec<usize>, String> {
-    let number =
-        |s: &str| s.trim().parse::<usize>().map_err(|_| format!("`{s}` in `{text}` is not a core number"));
-    let mut cores = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = match part.split_once('-') {
-            Some((first, last)) => (number(first)?, number(last)?),
-            None => (number(part)?, number(part)?),
-        };
-        if first > last || last >= 4096 {
-            return Err(format!("`{part}` is not a range of cores; expected FIRST-LAST, below 4096"));
-        }
-        cores.extend(first..=last);
-    }
-    let mut unique = cores.clone();
-    unique.sort_unstable();
-    unique.dedup();
-    if unique.len() != cores.len() {
-        return Err(format!("`{text}` contains a core twice"));
-    }
-    Ok(cores)
 }
 
 #[cfg(test)]
@@ -348,27 +336,39 @@ mod tests {
     }
 
     #[test]
-    fn core_lists_are_parsed() {
-        assert_eq!(parse_cores("0-2,5").unwrap(), [0, 1, 2, 5]);
-        assert!(parse_cores("3-1").is_err());
-        assert!(parse_cores("a").is_err());
-        assert!(parse_cores("1,1").is_err());
-        assert!(parse_cores("0-99999").is_err());
+    fn the_folder_may_stand_alone_but_not_beside_the_flag() {
+        assert_eq!(given(&["/models/m"]).unwrap().model, (Some("/models/m".into()), Source::Flag));
+        let error = given(&["/models/m", "--model", "/models/n"]).unwrap_err().to_string();
+        assert!(error.contains("/models/m") && error.contains("twice"), "{error}");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("expertd.toml");
+        std::fs::write(&path, "model = \"/models/n\"\n").unwrap();
+        let found = given(&["/models/m", "--config", path.to_str().unwrap()]).unwrap();
+        assert_eq!(found.model.0, Some(PathBuf::from("/models/m")));
+    }
+
+    /// The help names the variables by this rule only.
+    #[test]
+    fn variables_have_the_names_of_their_settings() {
+        let shown = given(&[]).unwrap().shown();
+        let names: Vec<String> = shown.iter().map(|s| format!("EXPERTD_{}", s.name.to_uppercase())).collect();
+        assert_eq!(Given::VARIABLES, names);
     }
 
     /// Defaults are part of the interface: a change must change this test.
     #[test]
     fn defaults_are_pinned() {
         let got = given(&[]).unwrap();
-        let shown: Vec<String> = got.shown().iter().map(|s| format!("{}={}", s.name, s.value)).collect();
+        let shown: Vec<String> =
+            got.shown().iter().map(|s| format!("{}={}", s.name, s.value.as_deref().unwrap_or("-"))).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=127.0.0.1:50051 admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
              session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
-             metrics_listen=127.0.0.1:9464 metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
+             metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=retry \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }

@@ -5,9 +5,9 @@ use std::time::Duration;
 use super::PlanError;
 use super::devices::{Devices, Host, MAX_RANKS};
 use super::values::{derive, value, within};
-use crate::cores::{available_cores, numa_nodes, share_cores, share_cores_near, usable};
+use crate::cores::{self, available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use crate::inventory;
-use crate::serve::settings::{Given, parse_cores};
+use crate::serve::settings::Given;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda as gpu;
 use expertd_shm::wait::SPIN_TIME;
@@ -86,7 +86,7 @@ impl Machine {
 
 /// Parses a list of cores, each of which must be available to this process.
 fn chosen_cores(text: &str) -> Result<Vec<usize>, String> {
-    let (cores, available) = (parse_cores(text)?, available_cores());
+    let (cores, available) = (cores::parse(text)?, available_cores());
     match cores.iter().find(|core| !available.contains(core)) {
         Some(core) => Err(format!(
             "`{text}` contains core {core}, but this process may run only on {}",

@@ -101,7 +101,7 @@ impl ServePlan {
         let path = given.model.0.clone().ok_or_else(|| {
             value(
                 "model",
-                "no checkpoint was given; pass --model DIR, or try `expertd demo`, which makes one",
+                "no checkpoint was given; pass its folder (`expertd serve DIR`, or --model DIR), or try `expertd demo`, which makes one",
             )
         })?;
         let layers = match &given.layers.0 {
