@@ -2,16 +2,21 @@
 //!
 //! nvcc is run directly, once per source and in parallel, so that each file is a whole program of its own: separate
 //! compilation (`--device-c`, which build helpers add for several sources) makes ptxas drop `setmaxnreg` and optimise
-//! less. The objects go into one archive through `cc`.
+//! less. The objects go into one archive through `cc`. With `EXPERTD_PTXAS_STRICT=1`, which CI sets, a kernel that ptxas could not
+//! optimise as it should, or that spills registers and is not listed, fails the build.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=ptxas.rs");
     #[cfg(feature = "cuda")]
     if let Err(message) = cuda::build() {
         eprintln!("error: feature `cuda`: {message}");
         std::process::exit(1);
     }
 }
+
+#[cfg(feature = "cuda")]
+mod ptxas;
 
 #[cfg(feature = "cuda")]
 mod cuda {
@@ -27,6 +32,8 @@ mod cuda {
 
     /// Hopper with its architecture-specific instructions (wgmma, setmaxnreg).
     const TARGET: &str = "arch=compute_90a,code=sm_90a";
+    /// If set, kernels that became slower fail the build.
+    const STRICT: &str = "EXPERTD_PTXAS_STRICT";
     /// The first release with everything the kernels use.
     const OLDEST: (u32, u32) = (12, 8);
 
@@ -87,7 +94,7 @@ mod cuda {
     /// Finds nvcc: at the place that CUDA_HOME or NVCC names, otherwise at the usual places. A named place without a usable
     /// compiler is an error and is never skipped.
     fn find(manifest: &Path) -> Result<Toolkit, String> {
-        for name in ["CUDA_HOME", "NVCC", "PATH", "EXPERTD_NVCC_FLAGS"] {
+        for name in ["CUDA_HOME", "NVCC", "PATH", "EXPERTD_NVCC_FLAGS", STRICT] {
             println!("cargo::rerun-if-env-changed={name}");
         }
         if let Some(home) = env::var_os("CUDA_HOME").filter(|home| !home.is_empty()) {
@@ -232,6 +239,14 @@ mod cuda {
                 output.status,
                 diagnostics,
                 String::from_utf8_lossy(&output.stdout)
+            ));
+        }
+        let regressions = super::ptxas::regressions(&diagnostics);
+        if !regressions.is_empty() && env::var_os(STRICT).is_some() {
+            return Err(format!(
+                "{}: ptxas made slower kernels than it should ({STRICT}; kernels/ptxas.rs lists what may spill):\n{}\n",
+                source.display(),
+                regressions.join("\n")
             ));
         }
         for line in diagnostics.lines().filter(|line| !line.trim().is_empty()) {

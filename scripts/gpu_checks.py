@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
 """Runs every test that needs GPUs, a few at a time, each with a time limit, and prints what passed.
 
-    scripts/gpu_checks.py [--lanes N] [--limit SECONDS] [--budget SECONDS] [--logs FOLDER] [--list] [FILTER...]
+    scripts/gpu_checks.py [--ranks LIST] [--mps] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS] [--budget SECONDS]
+                          [--logs FOLDER] [--list] [FILTER...]
 
 Builds the programs with `cargo --release --features cuda` unless --programs names a folder that holds them: `e2e`, `device`,
 `rank_cuda` and `session_cuda` (the tests of those names and of expertd-rank-cuda, built on another machine with nvcc). They look for
-fixtures and for `target/release/expertd` at the path of the checkout they were built in. FILTERs choose tests whose names contain one of them.
+fixtures at the path of the checkout they were built in; EXPERTD_BINARY names expertd. FILTERs choose tests whose names contain one of them.
+
+Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
+needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
+by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
+use two ranks, as more can block one another (docs/gpu.md).
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
@@ -13,6 +19,7 @@ skipped; a test that was cut off or not begun counts as failed. The environment 
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -34,19 +41,31 @@ BUILDS = {
     "rank_cuda": (["--package", "expertd-rank-cuda", "--lib"], "expertd_rank_cuda"),
     "session_cuda": (["--package", "expertd-session", "--test", "cuda"], "cuda"),
 }
-# The kernels without a service; the last one needs two GPUs.
-DEVICE = ["gate", "experts", "loopback", "fp8_rows", "faults", "staging", "peers ranks=2 timing=0"]
+# The kernels without a service.
+DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
+SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
-# Tests that fail with fewer GPUs than two.
-NEED_TWO = ["gpu_placement::", "chaos_on_gpus", "a_gpu_that_the_service_does_not_see", "device peers"]
+# Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
+NEED_TWO_RANKS = ["gpu_placement::", "chaos_on_gpus"]
+NEED_TWO = ["a_gpu_that_the_service_does_not_see"]
+# What else only several GPUs can show.
+ELSEWHERE = {
+    "peers over NVLink": "scripts/gpu_checks.py, on two and on four GPUs",
+    "a client on a GPU without a rank": "loadtest/session_figures.py --client-gpu 1",
+    "times of several GPUs": "loadtest/peers/gpu_compare.py --ranks 4, and the tables of docs/performance.md",
+}
+# Tests that kill or stop ranks or clients.
+KILLS = ["killed", "chaos", "outlives", "scribbles"]
 # These tests take longest (about a minute each on two busy GPUs) and begin first.
-FIRST = ["every_family", "quantised", "repacked", "device experts"]
+FIRST = [SOAK, "chaos", "every_family", "quantised", "repacked", "device experts", "device wide"]
 # Tests that also run with rows that copy engines move into poisoned memory, in steps launched kernel by kernel. The rows of other recorded
 # answers are padded, and those of small sizes are not cut: `sessions::gpu::steps_in_parts_give_the_same_bits` has larger ones.
 COPIED_TOO = ["gpu::recorded_answers_of_rows_without_padding", "gpu::recorded_answers_of_repacked_checkpoints"]
 COPIED = {"EXPERTD_CUDA_POISON": "50"}
+# With ranks that share a GPU: calls in replayed graphs, unless --soak says otherwise, and seconds of random faults without --chaos.
+SHARED_CALLS, SHARED_CHAOS = "2000", 60
 PASSED, FAILED, CUT_OFF, SKIPPED, NOT_BEGUN = "passed", "FAILED", "CUT OFF", "skipped", "NOT BEGUN"
 
 
@@ -57,6 +76,9 @@ class Check:
     name: str
     command: list
     environment: dict = field(default_factory=dict)
+    ranks: int = 1
+    shared: bool = False
+    alone: bool = False
     outcome: str = NOT_BEGUN
     seconds: float = 0.0
 
@@ -85,30 +107,57 @@ def ignored(program):
     return [name for name in names if name.rsplit("::", 1)[-1] not in NOT_TESTS]
 
 
-def checks_of(programs):
+def of_services(program, test, ranks, gpus, args):
+    """The checks of a test of services with this number of ranks."""
+    shared = ranks > gpus
+    environment = {}
+    if args.soak:
+        environment |= {"EXPERTD_SOAK_STEPS": str(args.soak), "EXPERTD_SOAK_CALLS": str(args.soak)}
+    elif shared:
+        environment["EXPERTD_SOAK_CALLS"] = SHARED_CALLS
+    if args.chaos or shared:
+        environment["EXPERTD_CHAOS_SECONDS"] = str(args.chaos or SHARED_CHAOS)
+    if shared:
+        environment["EXPERTD_TEST_GPUS"] = ",".join(str(rank % gpus) for rank in range(ranks))
+    name = f"{test}, {ranks} ranks share {gpus} GPU" if shared else test
+    command = [program, test, "--ignored", "--exact", "--nocapture", "--test-threads", "1"]
+    # Rates and the GPU's memory in use are those of one test.
+    alone = bool(args.soak) and (test.startswith(SOAK) or test.endswith(REPLAYED))
+    yield Check(name, command, environment, ranks, shared, alone)
+    if test in COPIED_TOO:
+        yield Check(f"{name}, copied", command, environment | COPIED, ranks, shared)
+
+
+def checks_of(programs, gpus, all_ranks, args):
     """All checks, those that take longest first."""
     # New data in every run; the name says how to repeat them.
-    device = [f"{words} seed={random.randrange(1_000_000)}" for words in DEVICE]
-    checks = [Check(f"device {words}", [programs["device"], *words.split()]) for words in device]
-    for program in ("e2e", "rank_cuda", "session_cuda"):
+    kernels = DEVICE + [f"peers ranks={ranks} share=1 timing=0" for ranks in all_ranks if ranks > 1]
+    kernels = [f"{words} seed={random.randrange(1_000_000)}" for words in kernels]
+    checks = []
+    for words in kernels:
+        check = Check(f"device {words}", [programs["device"], *words.split()])
+        check.shared = words.startswith("peers") and max(all_ranks) > gpus
+        checks.append(check)
+    for program in ("rank_cuda", "session_cuda"):
         for test in ignored(programs[program]):
-            if program == "e2e" and test.rsplit("::", 1)[0] not in MODULES:
-                continue
-            flags = ["--ignored", "--exact", "--nocapture", "--test-threads", "1"]
-            checks.append(Check(test, [programs[program], test, *flags]))
-            if test in COPIED_TOO:
-                checks.append(Check(f"{test}, copied", [programs[program], test, *flags], COPIED))
+            command = [programs[program], test, "--ignored", "--exact", "--nocapture", "--test-threads", "1"]
+            checks.append(Check(test, command))
+    modules = MODULES + [SOAK] * bool(args.soak)
+    for test in ignored(programs["e2e"]):
+        if test.rsplit("::", 1)[0] in modules:
+            for ranks in all_ranks:
+                checks += of_services(programs["e2e"], test, ranks, max(gpus, 1), args)
     order = lambda check: next((at for at, name in enumerate(FIRST) if name in check.name), len(FIRST))
     return sorted(checks, key=order)
 
 
-def run(check, limit, log):
+def run(check, environment, limit, log):
     """Runs a check for at most `limit` seconds and ends the processes that it leaves behind."""
     start = time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(
             check.command,
-            env={**os.environ, **check.environment},
+            env={**os.environ, **environment, **check.environment},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -135,18 +184,65 @@ def telling(log):
     return lines[-5:] if panic is None else lines[panic : panic + 5]
 
 
-def gpus():
+def present_gpus():
     if shutil.which("nvidia-smi") is None:
         return 0
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
+def can_share():
+    """Whether ranks can share a GPU here, and why not."""
+    program = os.environ.get("EXPERTD_BINARY", ROOT / "target/release/expertd")
+    try:
+        done = subprocess.run([program, "inventory"], capture_output=True, text=True, timeout=60)
+        nccl = json.loads(done.stdout)["nccl"]
+        version = tuple(nccl["Ok"]["version"]) if "Ok" in nccl else None
+    except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        return False, f"`{program} inventory` fails: {error}"
+    if version is None:
+        return False, nccl["Err"]
+    return version >= (2, 30), f"NCCL is {'.'.join(map(str, version))}, needed: 2.30 or newer (EXPERTD_NCCL)"
+
+
+def numbers_of_ranks(text, gpus):
+    """The numbers of ranks of --ranks, or those that show most on this machine."""
+    if text:
+        return sorted({int(number) for number in text.split(",")})
+    if gpus > 1:
+        return [min(gpus, 4)]
+    shares, why = can_share()
+    if not shares:
+        print(f"tests run with one rank, because ranks cannot share a GPU here: {why}")
+    return [1, 4] if shares else [1]
+
+
+@contextlib.contextmanager
+def mps(percentage):
+    """The environment of clients of an MPS server that grants each this percentage of the multiprocessors."""
+    control = "nvidia-cuda-mps-control"
+    if shutil.which(control) is None:
+        sys.exit(f"{control} is not installed")
+    with tempfile.TemporaryDirectory(prefix="gpu-checks-mps-") as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            os.mkdir(place)
+        subprocess.run([control, "-d"], env={**os.environ, **places}, check=True)
+        try:
+            yield {**places, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
+        finally:
+            subprocess.run([control], env={**os.environ, **places}, input="quit\n", text=True, timeout=30)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("filters", nargs="*", metavar="FILTER")
+    parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4 [default: see above]")
+    parser.add_argument("--mps", action="store_true", help="start an MPS server, whose clients the tests' processes are")
+    parser.add_argument("--soak", type=int, help="also run this many steps, and as many calls of a CUDA session")
+    parser.add_argument("--chaos", type=int, help="duration of the random faults in seconds [default: 10]")
     parser.add_argument("--lanes", type=int, default=3, help="number of tests that run at once [default: 3]")
-    parser.add_argument("--limit", type=float, default=240, help="time limit of a test in seconds [default: 240]")
+    parser.add_argument("--limit", type=float, default=240, help="time limit of a test in seconds, half of that of ranks that share a GPU [default: 240]")
     parser.add_argument("--budget", type=float, default=float("inf"), help="time limit of all tests in seconds")
     parser.add_argument("--programs", type=pathlib.Path, help="a folder with the programs, built before")
     parser.add_argument("--logs", type=pathlib.Path, help="a folder for the output of each test [default: a new one]")
@@ -156,39 +252,52 @@ def main():
         programs = {name: str((args.programs / name).resolve()) for name in BUILDS}
     else:
         programs = build(BUILDS)
-    checks = checks_of(programs)
+    gpus = present_gpus()
+    all_ranks = numbers_of_ranks(args.ranks, gpus)
+    checks = checks_of(programs, gpus, all_ranks, args)
     checks = [c for c in checks if not args.filters or any(text in c.name for text in args.filters)]
+    lacks_ranks = lambda check: check.ranks < 2 and any(text in check.name for text in NEED_TWO_RANKS)
+    if max(all_ranks) > 1:
+        checks = [c for c in checks if not lacks_ranks(c)]
+    if args.mps:
+        checks = [c for c in checks if not any(text in c.name for text in KILLS)]
     if not checks:
         sys.exit(f"no test has a name with {' or '.join(args.filters)}")
     if args.list:
         print("\n".join(check.name for check in checks))
         return
-    present = gpus()
-    if present == 0:
+    if gpus == 0:
         sys.exit("nvidia-smi finds no GPU here")
     logs = args.logs or pathlib.Path(tempfile.mkdtemp(prefix="gpu-checks-"))
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(checks)} tests, {args.lanes} at a time, on {present} GPUs; logs in {logs}", flush=True)
+    print(f"{len(checks)} tests, {args.lanes} at a time, on {gpus} GPUs; logs in {logs}", flush=True)
     end = time.monotonic() + args.budget
     printing = threading.Lock()
 
-    def one(check):
+    def one(check, environment):
         left = end - time.monotonic()
         log = logs / ("".join(c if c.isalnum() else "_" for c in check.name) + ".log")
-        if present < 2 and any(text in check.name for text in NEED_TWO):
+        if lacks_ranks(check) or (gpus < 2 and any(text in check.name for text in NEED_TWO)):
             check.outcome = SKIPPED
         elif left > 0:
-            run(check, min(args.limit, left), log)
+            run(check, environment, min(args.limit * (2 if check.shared else 1), left), log)
         with printing:
             print(f"{check.outcome:9} {check.seconds:6.1f} s  {check.name}", flush=True)
             if check.outcome in (FAILED, CUT_OFF):
                 print("".join(f"    | {line[:200]}\n" for line in telling(log)), end="", flush=True)
 
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(args.lanes) as lanes:
-        list(lanes.map(one, checks))
+    with mps(100 // max(all_ranks)) if args.mps else contextlib.nullcontext({}) as environment:
+        # Kernels of ranks that share a GPU wait for one another and would take the time of the other tests.
+        for shared, alone in ((False, False), (True, False), (False, True), (True, True)):
+            chosen = [check for check in checks if (check.shared, check.alone) == (shared, alone)]
+            with concurrent.futures.ThreadPoolExecutor(1 if alone else args.lanes) as lanes:
+                list(lanes.map(lambda check: one(check, environment), chosen))
     counts = {outcome: sum(c.outcome == outcome for c in checks) for outcome in (PASSED, FAILED, CUT_OFF, NOT_BEGUN, SKIPPED)}
     print(", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {time.monotonic() - start:.0f} s")
+    if gpus < 2 and not args.filters:
+        print("only several GPUs can show:")
+        print("".join(f"  {what}: {command}\n" for what, command in ELSEWHERE.items()), end="")
     sys.exit(any(counts[outcome] for outcome in (FAILED, CUT_OFF, NOT_BEGUN)))
 
 

@@ -235,22 +235,30 @@ __device__ __forceinline__ bool last_block(uint32_t* ticket, uint32_t blocks) {
 }
 
 // A barrier between the first `blocks` blocks of one rank. Returns false in all threads if the step has failed, so that no block
-// waits for one that has returned early.
+// waits for one that has returned early. SlotState::epoch has the number of passes above kEpochBits, and below it the number of blocks
+// that wait in this one; a block that stops takes itself out, unless all have come.
+constexpr uint32_t kEpochBits = 16;
+static_assert(kMaxBlocks < 1u << kEpochBits, "all blocks can wait");
+
 __device__ __forceinline__ bool rank_barrier(SlotState* state, uint32_t blocks) {
     __shared__ bool failed;
     __syncthreads();
     if (threadIdx.x == 0) {
-        volatile uint32_t* epoch = &state->epoch;
-        volatile uint32_t* error = &state->error;
-        const uint32_t before = *epoch;
+        constexpr uint32_t waiting = (1u << kEpochBits) - 1;
+        const volatile uint32_t* error = &state->error;
         bool stop = false;
         __threadfence();
-        if (atomicAdd(&state->ticket, 1) == blocks - 1) {
-            state->ticket = 0;
-            __threadfence();
-            *epoch = before + 1;
+        const uint32_t before = atomicAdd(&state->epoch, 1);
+        if ((before & waiting) == blocks - 1) {
+            atomicAdd(&state->epoch, (1u << kEpochBits) - blocks);
         } else {
-            while (*epoch == before && !stop) stop = *error != 0;
+            for (;;) {
+                const uint32_t now = *static_cast<volatile uint32_t*>(&state->epoch);
+                if (now >> kEpochBits != before >> kEpochBits) break;
+                if (*error == 0 || (now & waiting) == blocks) continue;
+                stop = atomicCAS(&state->epoch, now, now - 1) == now;
+                if (stop) break;
+            }
         }
         __threadfence();
         failed = stop;

@@ -29,6 +29,7 @@ struct Shared {
     uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; if weights are paced, only its tokens
     uint64_t weights_full[MAX_STAGES]; // paced weights of the stage have arrived
     uint64_t stage_empty[MAX_STAGES];
+    uint64_t failed;         // error word at the begin of the launch, equal in both blocks of a pair
     int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
 };
 static_assert(ROW_TILE_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");

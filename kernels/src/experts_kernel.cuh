@@ -18,6 +18,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "experts_compute.cuh"
 #include "experts_compute_few.cuh"
 #include "experts_compute_narrow.cuh"
@@ -174,6 +176,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
 
     if (threadIdx.x == 0) {
         shared.longest = shared.active = 0;
+        shared.failed = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
             barrier_init(&shared.segment_empty[i], (Format::CONSUMER_WARPS + 1) * WARP_ARRIVALS);
@@ -197,9 +200,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     }
     cluster_sync();
     wait_for_previous_kernel();
-    const uint32_t failed = p.error != nullptr ? *p.error : 0;
+    // One thread reads the error word for both blocks, because the word may change at any time: neither a thread nor a block of a pair
+    // may return alone. The thread has no expert in make_plan.
+    if (p.error != nullptr && cluster_block() == 0 && threadIdx.x == Format::THREADS - 1) {
+        const uint32_t failed = __ldcg(p.error);
+        for (uint32_t block = 0; block < 2; block++) store_peer(peer_address(smem_address(&shared.failed), block), failed);
+    }
+    __syncwarp();
+    cluster_arrive();
     const Plan plan = make_plan<Format>(p, shared);
-    if (failed != 0) return;
+    cluster_wait();
+    if (shared.failed != 0) return;
     if (shared.tables.row[p.experts] > p.panel_rows) {
         if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
         return;
@@ -227,16 +238,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     cluster_sync(); // the other block may still write to this one's shared memory
 }
 
-// Number of blocks that can be resident at once, in whole clusters. Blocks wait for each other, so all must be resident.
+// Number of blocks that can be resident at once, in whole clusters: one per multiprocessor that MPS grants this process, or of the GPU.
+// Blocks wait for each other, so all must be resident.
 template <class Format> int resident_blocks() {
     static const int count = [] {
         cudaLaunchConfig_t config = {};
         config.gridDim = dim3(2);
         config.blockDim = dim3(Format::THREADS);
         config.dynamicSmemBytes = SHARED_BYTES;
-        int clusters = 0;
-        const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, experts_kernel<Format>, &config);
-        return status == cudaSuccess ? 2 * clusters : 0;
+        int clusters = 0, device = 0, processors = 0;
+        if (cudaOccupancyMaxActiveClusters(&clusters, experts_kernel<Format>, &config) != cudaSuccess || cudaGetDevice(&device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+            return 0;
+        }
+        return 2 * std::min(clusters, processors / 2);
     }();
     return count;
 }

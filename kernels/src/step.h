@@ -50,7 +50,7 @@ struct SlotState {
     uint32_t out_dtype;      // element type of combine's output rows
     uint64_t step;
     uint32_t ticket;         // number of blocks that have finished the running kernel; the last block resets it to 0
-    uint32_t epoch;          // number of passes of the barrier between a rank's own blocks
+    uint32_t epoch;          // of the barrier between a rank's own blocks; see rank_barrier() in common.cuh
     uint64_t exchange;       // sequence of the next combine, set by dispatch's first block
     uint64_t begin_ns[kPhases];  // readings of globaltimer
     uint64_t end_ns[kPhases];

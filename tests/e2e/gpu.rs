@@ -1,5 +1,6 @@
 //! Tests of the real service on GPU ranks: recorded answers at every number of ranks, answers under load while steps
-//! overlap, and a rank killed under load. They are ignored by default:
+//! overlap, and a rank killed under load. They use as many ranks as there are GPUs, at most four, or those that `EXPERTD_TEST_GPUS`
+//! lists. They are ignored by default:
 //!
 //!     cargo test --release --features cuda --test e2e gpu:: -- --ignored --nocapture
 
@@ -7,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::service::load::{Load, Rows};
-use crate::service::{Service, alive, families, golden, send};
+use crate::service::{Service, alive, families, golden, send, test_gpus};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 use expertd_rank_cuda as gpu;
@@ -52,12 +53,17 @@ struct Verify {
     args: VerifyArgs,
 }
 
-/// The number of ranks to test with, at most four, and a lock on the GPUs.
+/// The number of ranks to test with.
+pub(crate) fn most_ranks() -> u32 {
+    let gpus = if gpu::BUILT { gpu::present().min(4) } else { 0 };
+    assert!(gpus > 0, "these tests need a build with feature `cuda` and at least one GPU");
+    test_gpus().map_or(gpus, |of_ranks| of_ranks.len() as u32)
+}
+
+/// The number of ranks to test with, and a lock on the GPUs.
 pub(crate) fn gpus() -> (u32, MutexGuard<'static, ()>) {
     static IN_USE: Mutex<()> = Mutex::new(());
-    let ranks = if gpu::BUILT { gpu::present().min(4) } else { 0 };
-    assert!(ranks > 0, "these tests need a build with feature `cuda` and at least one GPU");
-    (ranks, IN_USE.lock().unwrap_or_else(PoisonError::into_inner))
+    (most_ranks(), IN_USE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 pub(crate) fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
@@ -91,7 +97,7 @@ async fn verified(service: &Service, family: &str, dtype: &str, batch: &str, tol
 pub(crate) async fn verified_in_both_types(service: &Service, family: &str, ranks: u32, tolerance: &str) {
     let f32_rows = verified(service, family, "f32", "1000", tolerance).await;
     let bf16_rows = verified(service, family, "bf16", "3", tolerance).await;
-    println!("{family}: {ranks} GPUs, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
+    println!("{family}: {ranks} ranks, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
 }
 
 #[tokio::test(flavor = "multi_thread")]

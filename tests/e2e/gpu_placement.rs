@@ -45,11 +45,14 @@ async fn model(service: &Service) -> GetModelResponse {
     Client::connect(&service.address).await.unwrap().model("").await.unwrap()
 }
 
-/// Two of the machine's GPUs.
-macro_rules! two_gpus {
+/// A lock on the GPUs, if two ranks can run.
+macro_rules! two_ranks {
     () => {{
         let (most, in_use) = gpus();
-        assert!(most >= RANKS, "these tests need {RANKS} GPUs, found {most}");
+        assert!(
+            most >= RANKS,
+            "these tests need {RANKS} ranks, found {most}; EXPERTD_TEST_GPUS=0,0 lets them share a GPU"
+        );
         in_use
     }};
 }
@@ -58,7 +61,7 @@ macro_rules! two_gpus {
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_every_family_with_copies_of_experts() {
-    let _in_use = two_gpus!();
+    let _in_use = two_ranks!();
     for family in families() {
         verified_with_copies(&family, "bf16", "1e-2").await;
     }
@@ -68,7 +71,7 @@ async fn recorded_answers_of_every_family_with_copies_of_experts() {
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_quantised_checkpoints_with_copies_of_experts() {
-    let _in_use = two_gpus!();
+    let _in_use = two_ranks!();
     for name in QUANTISED {
         // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
         for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
@@ -91,7 +94,7 @@ async fn verified_with_copies(name: &str, compute: &str, tolerance: &str) {
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn copies_share_the_rows_of_an_expert_and_give_the_same_bits() {
-    let _in_use = two_gpus!();
+    let _in_use = two_ranks!();
     let family = "qwen3_moe";
     let service = start(family, RANKS, &["--max-tokens-per-step", "8"]);
     let client = Client::connect(&service.address).await.unwrap();
@@ -137,7 +140,7 @@ async fn copies_share_the_rows_of_an_expert_and_give_the_same_bits() {
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn a_placement_comes_in_under_load_and_outlives_a_killed_rank() {
-    let _in_use = two_gpus!();
+    let _in_use = two_ranks!();
     let family = "qwen3_moe";
     let service = start(family, RANKS, &[]);
     let before = model(&service).await;

@@ -287,7 +287,7 @@ async fn chaos(device: &str, injected: &[&'static str], tolerance: f64) {
     let faults = tempfile::tempdir().unwrap();
     let sources: [PathBuf; 2] = [1, 2].map(|seed| checkpoint(folder.path(), seed));
     let answers = Arc::new(Answers::of(&[&sources[0], &sources[1]]).await.within(tolerance));
-    let flags = ["--max-tokens-per-step", ROWS_PER_STEP, "--device", device];
+    let flags = ["--max-tokens-per-step", ROWS_PER_STEP, "--device", device, "--device-timeout-ms", "4000"];
     let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap())];
     let service = Arc::new(Service::start_checkpoint(&sources[0], 2, &flags, &environment));
     let callers = Callers::start(&service, &answers).await;

@@ -33,7 +33,7 @@ impl Phase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceFault {
     /// A peer's flag was not set before the deadline.
-    #[error("rank {peer} did not answer in time in phase {phase:?}")]
+    #[error("rank {peer} did not answer in time in phase {phase:?}; {OTHER_PROCESSES}")]
     Timeout {
         /// The rank that was waited for.
         peer: u32,
@@ -57,7 +57,9 @@ pub enum DeviceFault {
         phase: Phase,
     },
     /// A block of the experts' kernel waited too long for the others.
-    #[error("a block of the experts' kernel waited too long for the other blocks")]
+    #[error(
+        "a block of the experts' kernel waited too long for the other blocks, which must all run at once; {OTHER_PROCESSES}"
+    )]
     Stuck,
     /// The step has more assignments than the experts' workspace holds.
     #[error("the experts' workspace is too small for this step's assignments")]
@@ -66,6 +68,10 @@ pub enum DeviceFault {
     #[error("unknown device fault {0:#010x}")]
     Unknown(u32),
 }
+
+/// Why a wait may pass its deadline although all ranks work.
+pub const OTHER_PROCESSES: &str =
+    "if the ranks run, another process may compute on this GPU (nvidia-smi lists them)";
 
 /// Name of the origin of a bad count.
 fn origin(peer: u32) -> String {
@@ -96,6 +102,14 @@ impl DeviceFault {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wait_that_passed_its_deadline_names_other_processes() {
+        for fault in [DeviceFault::Stuck, DeviceFault::Timeout { peer: 1, phase: Phase::Combine }] {
+            let text = fault.to_string();
+            assert!(text.contains("another process may compute on this GPU"), "{text}");
+        }
+    }
 
     #[test]
     fn error_words_are_decoded() {

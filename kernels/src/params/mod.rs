@@ -8,7 +8,7 @@ mod gate;
 
 pub use copy::{CopyInParams, CopyOutParams, SharedParams};
 pub use exchange::{CombineParams, DispatchParams, ScaleParams, fp8_row_bytes};
-pub use fault::{DeviceFault, Phase};
+pub use fault::{DeviceFault, OTHER_PROCESSES, Phase};
 pub use gate::{GateLayer, GateParams};
 
 use crate::layout::WindowLayout;
@@ -62,7 +62,7 @@ pub struct SlotState {
     pub step: u64,
     /// Number of blocks that have finished the running kernel.
     pub ticket: u32,
-    /// Number of passes of the barrier between a rank's own blocks.
+    /// Of the barrier between a rank's own blocks: passes, and below them 16 bits of blocks that wait.
     pub epoch: u32,
     /// Sequence of the next combine.
     pub exchange: u64,

@@ -71,9 +71,11 @@ pub fn check(options: &Options) -> Outcome {
     let cases = options.number("cases", 40);
     let (mut routed_tokens, mut close) = (0_u64, 0_u64);
     for case in 0..cases {
-        let experts = random.pick(&[1_u32, 8, 16, 60, 64, 128, 256, 384, 512]);
-        let hidden = random.pick(&[64_u32, 2048, 2880, 4096, 7168]);
-        let tokens = random.pick(&[1_u32, 7, 16, 33, 130, 300, 2100]).min(4_000_000 / hidden);
+        let given = |key: &str, drawn: u32| options.number(key, u64::from(drawn)) as u32;
+        let experts = given("experts", random.pick(&[1_u32, 8, 16, 60, 64, 128, 256, 384, 512]));
+        let hidden = given("hidden", random.pick(&[64_u32, 2048, 2880, 4096, 7168]));
+        let drawn = random.pick(&[1_u32, 7, 16, 33, 130, 300, 2100]).min(4_000_000 / hidden);
+        let tokens = given("tokens", drawn);
         let score_fn = random.pick(&[0, 1, 2, 3]);
         let groups = if experts.is_multiple_of(8) && experts >= 16 { random.pick(&[0, 8]) } else { 0 };
         let top_k = random.pick(&[1, 2, 4, 8]).min(if groups == 0 { experts } else { experts / 2 });

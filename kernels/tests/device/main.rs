@@ -1,21 +1,28 @@
 //! Runs the kernels on a GPU and compares them with plain code on the host, bit by bit where the order is fixed.
 //!
-//! `device` alone checks everything on one GPU with a loopback group of virtual ranks. `device COMMAND [key=value ...]`:
+//! `device all` checks everything on one GPU with loopback groups of virtual ranks, except what takes much memory or several
+//! processes. `device COMMAND [key=value ...]`:
 //!
-//! * `loopback cases=N seed=S`: exchanges of random shapes, counts, routing, placements and delays.
+//! * `loopback cases=N seed=S ranks=N deadline=SECONDS`: exchanges of random shapes, counts, routing, placements and delays.
+//! * `faults`: a rank that never takes part, and a block that comes too late.
+//! * `beyond`: an exchange beyond 2^32 bytes.
+//! * `gate cases=N tokens=N hidden=N experts=N`: routing functions against f64.
+//! * `experts`: the experts' kernels in every weight format against f64.
+//! * `full`, `wide`, `skew`, `rows`, `word [format=0..3]`: shapes of released models, offsets beyond 2^32 bytes, rows on few experts,
+//!   rows that are not numbers, an error word that changes.
+//! * `staging cases=N deadline=SECONDS`: a whole step from pinned host memory and back, as a replayed graph.
+//! * `peers ranks=N cases=N share=1`: the exchanges with one process per rank, over NCCL windows; then their times. With `share=1` ranks
+//!   share GPUs if there are too few.
 //! * `fp8_rows cases=N`: dispatch with FP8 rows.
-//! * `faults`: a rank that never takes part.
-//! * `gate cases=N`: routing functions against f64.
-//! * `experts`: the expert kernel in every weight format against f64.
-//! * `staging cases=N`: a whole step from pinned host memory and back, as a replayed graph.
-//! * `peers ranks=N cases=N`: the exchanges on N GPUs with one process each, over NCCL windows; then their times.
 //! * `timing [placed=1]`: dispatch + combine of the loopback group under graph replay; with `placed=1` the owners of contiguous ranges
 //!   are looked up instead of computed.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
 
+mod beyond;
 mod exchange;
 mod experts;
+mod faults;
 mod fp8_rows;
 mod gate;
 mod peers;
@@ -72,15 +79,24 @@ fn run(words: &[String]) -> Outcome {
     match command.as_str() {
         "all" => {
             exchange::loopback(&options)?;
-            exchange::faults()?;
+            faults::check()?;
             fp8_rows::check(&options)?;
             gate::check(&options)?;
             experts::check(&options)?;
+            experts::sizes::skew(&options)?;
+            experts::rows::check(&options)?;
+            experts::word::check(&options)?;
             staging::check(&options)
         }
         "loopback" => exchange::loopback(&options),
+        "faults" => faults::check(),
+        "beyond" => beyond::check(&options),
+        "full" => experts::sizes::full(&options),
+        "wide" => experts::sizes::wide(&options),
+        "skew" => experts::sizes::skew(&options),
+        "rows" => experts::rows::check(&options),
+        "word" => experts::word::check(&options),
         "fp8_rows" => fp8_rows::check(&options),
-        "faults" => exchange::faults(),
         "gate" => gate::check(&options),
         "experts" => experts::check(&options),
         "staging" => staging::check(&options),

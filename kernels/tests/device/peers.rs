@@ -1,4 +1,4 @@
-//! Checks and times the exchange between GPUs, with one process per GPU and windows over NCCL.
+//! Checks and times the exchange between processes, one per rank, with windows over NCCL. Ranks have a GPU each, or share some.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,18 +11,19 @@ use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Window};
 
-use crate::exchange::{Member, combines, cuts};
+use crate::exchange::{Member, SECOND, combines, cuts};
 use crate::random::{Random, step};
 use crate::timing::{SHAPES, capture, header, measure, row};
 use crate::{Options, Outcome};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Starts one process per GPU and waits for all of them. Returns the first failure.
+/// Starts one process per rank and waits for all of them. Returns the first failure.
 pub fn parent(options: &Options) -> Outcome {
     let present = u64::from(Device::count()?);
     let ranks = options.number("ranks", present);
-    if ranks > present {
+    let share = options.number("share", 0) != 0 && ranks > present;
+    if ranks > present && !share {
         println!("skipped: this needs {ranks} GPUs, found {present}");
         return Ok(());
     }
@@ -33,13 +34,16 @@ pub fn parent(options: &Options) -> Outcome {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["peer", &format!("rank={rank}"), &format!("ranks={ranks}")]);
         command.arg(format!("folder={}", folder.display()));
-        for key in ["cases", "seed", "timing", "most", "large", "sweep"] {
+        for key in ["share", "cases", "seed", "timing", "most", "large", "sweep"] {
             if let Some(value) = options.text(key) {
                 command.arg(format!("{key}={value}"));
             }
         }
         // Multicast is off, and modules are loaded before any kernel waits for a peer.
         command.env("NCCL_NVLS_ENABLE", "0").env("CUDA_MODULE_LOADING", "EAGER");
+        if share {
+            command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
+        }
         children.push((rank, command.spawn()?));
     }
     let mut failures = Vec::new();
@@ -76,7 +80,7 @@ fn meet(folder: &Path, name: &str, rank: u32, ranks: u32) -> Outcome {
 pub fn child(options: &Options) -> Outcome {
     let (rank, ranks) = (options.number("rank", 0) as u32, options.number("ranks", 1) as u32);
     let folder = PathBuf::from(options.text("folder").expect("the parent names a folder"));
-    let device = Device::open(rank)?;
+    let device = Device::open(rank % Device::count()?)?;
     let nccl = Library::open(None)?;
     let id_file = folder.join("id");
     let id = if rank == 0 {
@@ -155,6 +159,7 @@ fn exchanges(
         shape.check()?;
         reset(window, rank, folder, &format!("case{case}"))?;
         let mut member = Member::new(device, &shape, rank, window.peers(), case + 1)?;
+        member.group.deadline_ns = 30 * SECOND;
         member.group.delay_ns = random.pick(&[0, 30_000]);
         member.group.chunk = random.pick(&[0, 1, 4]);
         for index in 0..3 {

@@ -13,7 +13,7 @@ use expertd_kernels::params::{
 use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use half::{bf16, f16};
 
-use crate::exchange::{Loopback, expect, most_blocks};
+use crate::exchange::{Loopback, SECOND, expect, most_blocks};
 use crate::random::{Random, step};
 use crate::{Options, Outcome};
 
@@ -133,7 +133,9 @@ pub fn check(options: &Options) -> Outcome {
         let most_tokens = if hidden == 64 { 3000 } else { 200 };
         let max_tokens = 1 + random.below(most_tokens) as u32;
         let shape = Shape { ranks, max_tokens, hidden, top_k: 4, experts: 30 };
-        let group = Loopback::new(&device, shape, 0, 0)?;
+        let mut group = Loopback::new(&device, shape, 0, 0)?;
+        let deadline = options.number("deadline", 5) * SECOND;
+        group.members.iter_mut().for_each(|member| member.group.deadline_ns = deadline);
         let (tokens, h, k) = (shape.max_tokens as usize, shape.hidden as usize, shape.top_k as usize);
         let max_segments = random.pick(&[1, 6, 400, tokens as u64]) as usize;
         let row_bytes = tokens * h * 4 + max_segments * SEGMENT_ALIGN;

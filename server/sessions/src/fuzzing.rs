@@ -170,9 +170,17 @@ pub(super) fn wait_until_free(charges: &Charges) {
 /// # Panics
 /// If a session or its memory is left.
 pub fn socket(data: &[u8]) {
+    connection(u64::MAX, |client| {
+        let _ = client.write_all(data);
+    });
+}
+
+/// Serves a connection on which `send` sends what a client sends, and checks that nothing is left at its end. Rows lie in memory of
+/// `memory_bytes` bytes.
+fn connection(memory_bytes: u64, send: impl FnOnce(&mut UnixStream)) {
     let (service, mut client) = UnixStream::pair().expect("a pair of sockets");
     let registry = Arc::new(SessionRegistry::default());
-    let shared = shared(Echo::new(u64::MAX), &registry);
+    let shared = shared(Echo::new(memory_bytes), &registry);
     let serving = std::thread::spawn({
         let shared = Arc::clone(&shared);
         move || drop(serve(&shared, &service, opener(), &mut None))
@@ -180,7 +188,7 @@ pub fn socket(data: &[u8]) {
     let mut reading = client.try_clone().expect("a descriptor");
     // The descriptor of the region arrives with a byte that is read without it, and is closed.
     let reading = std::thread::spawn(move || drop(reading.read_to_end(&mut Vec::new())));
-    let _ = client.write_all(data);
+    send(&mut client);
     let _ = client.shutdown(Shutdown::Write);
     assert!(serving.join().is_ok(), "the thread of the connection panicked");
     while shared.threads() > 0 {

@@ -144,8 +144,6 @@ fn prepare_cuda(
     payload: &[u8],
 ) -> Result<Prepared, String> {
     let open: OpenCuda = socket::record(payload).map_err(|error| error.to_string())?;
-    let memory =
-        socket::receive_one(socket, "the client", "its memory").map_err(|error| error.to_string())?;
     if open.doorbells == 0 || open.doorbells > MAX_DOORBELLS || open.memory_bytes == 0 {
         return Err(format!(
             "a CUDA session needs 1 to {MAX_DOORBELLS} doorbells and at least one byte of memory; the client asks for {} \
@@ -157,6 +155,9 @@ fn prepare_cuda(
         let text = "the service's CPU ranks cannot access the memory of a GPU; open a host session";
         return Err(text.to_owned());
     }
+    // Last: clients of a service without GPUs can pass no descriptor.
+    let memory =
+        socket::receive_one(socket, "the client", "its memory").map_err(|error| error.to_string())?;
     prepare_device(shared, socket, opener, open, memory)
 }
 
@@ -219,4 +220,73 @@ fn kind_of(payload: &[u8]) -> Result<u32, String> {
         ));
     }
     word(4).ok_or_else(|| format!("an OPEN frame of {} bytes has no kind of session", payload.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::Write as _;
+    use std::os::fd::AsFd as _;
+
+    use bytes::Bytes;
+    use expertd_core::backend::{ClientKey, ModelInfo, Request};
+    use expertd_core::steps::{Caller, ClientMemory, Steps};
+    use expertd_shm::descriptors::send_fds;
+    use expertd_types::MemoryId;
+
+    use super::*;
+    use crate::limits::SessionLimits;
+    use crate::shared::SessionConfig;
+
+    /// A service with GPUs that takes no call.
+    struct WithGpus;
+
+    impl Steps for WithGpus {
+        fn model(&self) -> Arc<ModelInfo> {
+            panic!("not asked for")
+        }
+
+        fn device(&self) -> DeviceKind {
+            DeviceKind::Cuda
+        }
+
+        fn take_in(&self, _: Request, _: Box<dyn Caller>) {}
+
+        fn memory_opened(&self, _: Box<dyn ClientMemory>) {}
+
+        fn memory_ended(&self, _: MemoryId) {}
+    }
+
+    #[test]
+    fn a_client_passes_exactly_one_descriptor() {
+        let config = SessionConfig {
+            listen: "/unused".into(),
+            users: vec![0],
+            limits: SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false },
+            spin: Duration::ZERO,
+            spin_between_steps: Duration::ZERO,
+        };
+        let describe = Box::new(|_: &Arc<ModelInfo>| Bytes::new());
+        let shared = Shared::new(config, Arc::new(WithGpus), Arc::default(), describe);
+        let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
+        let open = OpenCuda {
+            version: VERSION,
+            kind: KIND_CUDA,
+            memory_bytes: 4096,
+            doorbells: 1,
+            routing_bytes: 0,
+            device: [1; 16],
+        };
+        for count in [0, 2] {
+            let (service, mut client) = UnixStream::pair().unwrap();
+            match count {
+                0 => client.write_all(b"F").unwrap(),
+                _ => send_fds(&client, &[service.as_fd(), service.as_fd()]).unwrap(),
+            }
+            let refused = prepare_cuda(&shared, &service, opener, bytemuck::bytes_of(&open));
+            let text = refused.err().unwrap();
+            assert!(text.contains(&format!("{count} descriptors")), "{text}");
+        }
+    }
 }

@@ -21,6 +21,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, RngExt as _, SeedableRng as _};
 
 use super::*;
+use crate::service::test_gpus;
 
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
@@ -37,8 +38,10 @@ fn gpus() -> u32 {
     gpus
 }
 
+/// On one rank, or on those of `EXPERTD_TEST_GPUS`.
 fn host(family: &str) -> Host {
-    Host::start(family, 1, &["--device", "cuda"])
+    let ranks = test_gpus().map_or(1, |of_ranks| of_ranks.len() as u32);
+    Host::start(family, ranks, &["--device", "cuda"])
 }
 
 /// A session with one stream.
@@ -104,10 +107,11 @@ impl Caller {
 fn answers_of_every_family_are_right() {
     const BOTH: u32 = RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING;
     let (runtime, last) = (runtime(), gpus() - 1);
+    let devices: Vec<u32> = [last, 0].into_iter().take(gpus().min(2) as usize).collect();
     for family in families() {
         let host = host(&family);
         let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
-        for device in [last, 0] {
+        for &device in &devices {
             let caller = Caller::open(&host.address, device);
             for (seed, dtype) in [DType::F32, DType::F16, DType::Bf16].into_iter().enumerate() {
                 let mut rows = Rows::new(&golden(&family), seed as u64, MAX_ROWS as usize);
@@ -159,7 +163,7 @@ fn answers_of_every_family_are_right() {
             let status = caller.stream.status().unwrap();
             assert_eq!(status.failures, 0, "{family}: {:?}", status.last_failure);
         }
-        println!("{family}: clients on GPU {last} and GPU 0");
+        println!("{family}: clients on GPUs {devices:?}");
     }
 }
 
@@ -286,6 +290,10 @@ fn open_raw(host: &Host, gpu: &Arc<Gpu>) -> (UnixStream, DeviceMemory, ControlMe
         routing_bytes: 4096,
         device: gpu.uuid().unwrap(),
     };
+    // The answer says that descriptors may be passed.
+    socket::send(&client, frame::GET_MODEL, &[]).unwrap();
+    let (kind, _) = socket::receive(&client, 1 << 20).unwrap().unwrap();
+    assert_eq!(kind, frame::MODEL);
     socket::send(&client, frame::OPEN, bytemuck::bytes_of(&open)).unwrap();
     send_fds(&client, &[memory.export().unwrap().as_fd()]).unwrap();
     let (kind, payload) = socket::receive(&client, 4096).unwrap().unwrap();

@@ -4,20 +4,14 @@
 
 use expertd_model::synth::{self, SynthConfig};
 use expertd_proto::v1::{ForwardResponse, Routing};
-use expertd_rank_cuda as gpu;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use super::*;
+use crate::gpu::most_ranks;
 
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
-
-fn ranks() -> u32 {
-    let ranks = gpu::present().min(4);
-    assert!(ranks > 0, "these tests need at least one GPU, and a service that was built with feature `cuda`");
-    ranks
-}
 
 fn host(family: &str, ranks: u32, more: &[&str]) -> Host {
     Host::start(family, ranks, &[&["--device", "cuda"], more].concat())
@@ -26,7 +20,7 @@ fn host(family: &str, ranks: u32, more: &[&str]) -> Host {
 #[test]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 fn answers_of_every_family_equal_those_of_grpc() {
-    let (runtime, most) = (runtime(), ranks());
+    let (runtime, most) = (runtime(), most_ranks());
     for (index, family) in families().iter().enumerate() {
         let host = host(family, index as u32 % most + 1, &[]);
         let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
@@ -52,7 +46,7 @@ fn answers_of_every_family_equal_those_of_grpc() {
 #[test]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 fn answers_of_every_size_and_type_equal_those_of_grpc() {
-    let (runtime, ranks) = (runtime(), ranks());
+    let (runtime, ranks) = (runtime(), most_ranks());
     let folder = tempfile::tempdir().unwrap();
     synth::write(&SynthConfig { hidden: 256, ..SynthConfig::new(FAMILY) }, folder.path()).unwrap();
     let address = format!("unix:{}", folder.path().join("session.sock").display());
@@ -116,7 +110,7 @@ const PARTS_HIDDEN: usize = 2048;
 #[test]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 fn steps_in_parts_give_the_same_bits() {
-    let ranks = ranks();
+    let ranks = most_ranks();
     let folder = tempfile::tempdir().unwrap();
     // This family has shared experts.
     let config = SynthConfig { hidden: PARTS_HIDDEN, experts: 16, ..SynthConfig::new("qwen2_moe") };
@@ -136,7 +130,7 @@ fn steps_in_parts_give_the_same_bits() {
 #[test]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 fn a_killed_rank_and_clients_that_come_and_go_fail_no_call() {
-    let (runtime, ranks) = (runtime(), ranks());
+    let (runtime, ranks) = (runtime(), most_ranks());
     let host = host(FAMILY, ranks, &[]);
     let load = Load::start_within(TOLERANCE, &host, 600);
     for round in 0..3 {

@@ -1,6 +1,6 @@
 //! Clients that die or scribble, and clients that are refused.
 
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -232,7 +232,8 @@ fn refusals_say_why() {
     // Descriptors that a client sends are not taken.
     let stream = UnixStream::connect(host.path()).unwrap();
     let file = tempfile::tempfile().unwrap();
-    expertd_shm::descriptors::send_fds(&stream, &[file.as_fd()]).unwrap();
+    // Linux 6.16 and newer refuse them.
+    let _ = expertd_shm::descriptors::send_fds(&stream, &[file.as_fd()]);
     drop(stream);
     let before = host.descriptors();
     eventually(LOST, "the next session opens", || Session::open(&host.address, &small).is_ok());
@@ -283,15 +284,21 @@ fn floods_of_descriptors_are_not_taken() {
     let before = host.descriptors();
     let file = tempfile::tempfile().unwrap();
     let session = raw(&host, 1, 1 << 12);
-    let mut sent = 0;
+    let (mut sent, mut refused) = (0, 0);
     for _ in 0..100 {
         let opening = UnixStream::connect(host.path()).unwrap();
         for socket in [&session._socket, &opening] {
-            sent += usize::from(expertd_shm::descriptors::send_fds(socket, &[file.as_fd(); 8]).is_ok());
+            match expertd_shm::descriptors::send_fds(socket, &[file.as_fd(); 8]) {
+                Ok(()) => sent += 1,
+                // By the kernel, from Linux 6.16 on.
+                Err(error) if error.kind() == ErrorKind::PermissionDenied => refused += 1,
+                Err(_) => {}
+            }
         }
-        assert!(host.descriptors() <= before + 40, "the service took descriptors");
+        // Sockets of 16 clients that open sessions and of 64 that are turned away may be open at a time.
+        assert!(host.descriptors() <= before + 100, "the service took descriptors");
     }
-    assert!(sent > 50, "{sent} messages with descriptors were sent");
+    assert!(sent + refused > 50, "{sent} messages with descriptors were sent, {refused} were refused");
     drop(session);
     eventually(LOST, "sessions open", || Session::open(&host.address, &small).is_ok());
     eventually(LOST, "no descriptor is left", || host.descriptors() <= before);

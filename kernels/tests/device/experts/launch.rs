@@ -1,6 +1,6 @@
 //! Experts and rows in device memory, poisoned where the kernel writes, and launches.
 
-use expertd_kernels::device::{Buffer, Device};
+use expertd_kernels::device::{Buffer, Device, Stream};
 use expertd_kernels::experts::{
     self, ExpertsParams, LayerWeights, PACK_DOWN, PACK_GATE_UP, PackNarrowParams, PackParams,
 };
@@ -8,6 +8,7 @@ use half::bf16;
 
 use super::mlp::{ALPHA, Case, Expert, LIMIT};
 use super::stored::Stored;
+use crate::Outcome;
 use crate::random::Random;
 
 /// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
@@ -154,27 +155,62 @@ impl Step {
         loaded: &Loaded,
         tiles: [i32; 2],
     ) -> Result<Vec<bf16>, Box<dyn std::error::Error>> {
+        Launch::new(device, self, case, loaded, tiles)?.run()
+    }
+}
+
+/// The buffers of a launch.
+struct Held {
+    _panels: [Buffer<u8>; 2],
+    _x: Buffer<u16>,
+    _routing: [Buffer<i32>; 2],
+    _layer: Buffer<u32>,
+    _floats: [Buffer<f32>; 3],
+    _layers: Buffer<LayerWeights>,
+}
+
+/// A launch and its buffers.
+pub struct Launch {
+    pub params: ExpertsParams,
+    /// The counters that blocks share.
+    pub state: Buffer<u32>,
+    stream: Stream,
+    y: Buffer<u16>,
+    /// Number of elements of y that the kernel writes.
+    written: usize,
+    #[expect(dead_code, reason = "held for the addresses in `params`")]
+    held: Held,
+}
+
+impl Launch {
+    pub fn new(
+        device: &Device,
+        step: &Step,
+        case: &Case,
+        loaded: &Loaded,
+        tiles: [i32; 2],
+    ) -> Result<Launch, Box<dyn std::error::Error>> {
         const BEHIND: usize = 64;
         let (flags, [tile_rows, tile_tokens]) =
             if tiles == FEW_ROWS { (experts::FEW_ROWS, [0, 0]) } else { (0, tiles) };
         let (hidden, inter) = (case.hidden, case.inter);
-        let (total, count) = (self.index.len(), self.counts.len());
+        let (total, count) = (step.index.len(), step.counts.len());
         let mut offsets = vec![0_i32];
-        for c in &self.counts {
+        for c in &step.counts {
             offsets.push(offsets.last().unwrap_or(&0) + *c as i32);
         }
         let panel_rows = (total + 7 * count + 8).next_multiple_of(8);
-        let bits: Vec<u16> = self.x.iter().map(|v| v.to_bits()).collect();
+        let bits: Vec<u16> = step.x.iter().map(|v| v.to_bits()).collect();
         let (x, offsets) = (Buffer::from_slice(device, &bits)?, Buffer::from_slice(device, &offsets)?);
-        let index = Buffer::from_slice(device, &[&self.index[..], &[0]].concat())?;
-        let weights = Buffer::from_slice(device, &[&self.weights[..], &[0.0]].concat())?;
+        let index = Buffer::from_slice(device, &[&step.index[..], &[0]].concat())?;
+        let weights = Buffer::from_slice(device, &[&step.weights[..], &[0.0]].concat())?;
         let layers = Buffer::from_slice(device, &[LayerWeights::default(), loaded.weights])?;
         let layer = Buffer::from_slice(device, &[1_u32])?;
         let state = Buffer::<u32>::zeroed(device, experts::state_words(count))?;
         let y = Buffer::<u16>::zeroed(device, total * hidden + BEHIND)?;
         y.fill_bytes(0xff)?;
-        let (_x_held, x_panels) = room(device, (panel_rows * hidden * 2) as u64)?;
-        let (_h_held, h) = room(device, (panel_rows * inter * 2) as u64)?;
+        let (x_held, x_panels) = room(device, (panel_rows * hidden * 2) as u64)?;
+        let (h_held, h) = room(device, (panel_rows * inter * 2) as u64)?;
         let scales =
             |k: usize| Buffer::<f32>::zeroed(device, k.div_ceil(experts::SCALE_ELEMENTS) * panel_rows);
         let (x_scales, h_scales) = (scales(hidden)?, scales(inter)?);
@@ -206,18 +242,41 @@ impl Step {
             flags,
             ..ExpertsParams::default()
         };
-        let stream = device.stream()?;
+        let held = Held {
+            _panels: [x_held, h_held],
+            _x: x,
+            _routing: [offsets, index],
+            _layer: layer,
+            _floats: [weights, x_scales, h_scales],
+            _layers: layers,
+        };
+        Ok(Launch { params, state, stream: device.stream()?, y, written: total * hidden, held })
+    }
+
+    /// Enqueues the launch.
+    pub fn enqueue(&self) -> Outcome {
         // SAFETY: buffers of those sizes, alive until the stream is drained.
-        unsafe { experts::experts(&params, stream.raw())? };
-        stream.synchronize()?;
-        if state.read()?.iter().any(|word| *word != 0) {
+        unsafe { experts::experts(&self.params, self.stream.raw())? };
+        Ok(())
+    }
+
+    pub fn wait(&self) -> Outcome {
+        self.stream.synchronize()?;
+        Ok(())
+    }
+
+    /// One bf16 row per assignment; checks that nothing else is written and that counters are left clean.
+    pub fn run(&self) -> Result<Vec<bf16>, Box<dyn std::error::Error>> {
+        self.enqueue()?;
+        self.wait()?;
+        if self.state.read()?.iter().any(|word| *word != 0) {
             return Err("counters are left dirty".into());
         }
-        let mut y = y.read()?;
-        if y[total * hidden..].iter().any(|bits| *bits != 0xffff) {
+        let mut y = self.y.read()?;
+        if y[self.written..].iter().any(|bits| *bits != 0xffff) {
             return Err("written behind the last row".into());
         }
-        y.truncate(total * hidden);
+        y.truncate(self.written);
         Ok(y.into_iter().map(bf16::from_bits).collect())
     }
 }

@@ -3,7 +3,10 @@
 
 mod launch;
 mod mlp;
+pub mod rows;
+pub mod sizes;
 mod stored;
+pub mod word;
 
 use expertd_kernels::device::Device;
 use expertd_kernels::experts;
@@ -42,10 +45,17 @@ struct Expected {
 }
 
 fn expected(case: &Case, all: &[Expert], step: &Step) -> Vec<Expected> {
+    let assignments: Vec<usize> = (0..step.index.len()).collect();
+    expected_of(case, all, step, &assignments)
+}
+
+/// The same for some assignments.
+fn expected_of(case: &Case, all: &[Expert], step: &Step, assignments: &[usize]) -> Vec<Expected> {
     let experts =
         step.counts.iter().enumerate().flat_map(|(expert, count)| std::iter::repeat_n(expert, *count));
     let experts: Vec<usize> = experts.collect();
-    let of = |assignment: usize| {
+    let of = |at: usize| {
+        let assignment = assignments[at];
         let expert = experts[assignment];
         let (x, weight) = (step.row(assignment, case.hidden), step.weights[assignment]);
         let (y, _) = case.reference(&all[expert], &x, weight);
@@ -53,7 +63,7 @@ fn expected(case: &Case, all: &[Expert], step: &Step) -> Vec<Expected> {
         let undecided = if fp8 { case.undecided(&all[expert], &x, weight) } else { Vec::new() };
         Expected { expert, y, undecided }
     };
-    in_parallel(experts.len(), of)
+    in_parallel(assignments.len(), of)
 }
 
 /// `of` all numbers below `count`, in order.
@@ -98,11 +108,8 @@ fn compare_row(assignment: usize, row: &Expected, y: &[bf16], tolerance: f64) ->
     Ok(relative)
 }
 
-/// Random weights, ragged counts, every tile shape.
-fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
-    let all: Vec<Expert> = (0..4).map(|_| case.draw(random)).collect();
-    let loaded = load(device, case, &all)?;
-    let mut worst = 0.0_f64;
+/// Every tile shape of the format, `[tile_rows, tile_tokens]`, and the kernel for few rows.
+fn shapes(case: &Case) -> Vec<[i32; 2]> {
     let mut shapes = vec![[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]];
     if case.format == experts::W8A8 {
         shapes = vec![[0, 0], [0, 32], [experts::TILE_TALL, 128], [256, 32], [256, 128]];
@@ -115,6 +122,15 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
     shapes.push(FEW_ROWS);
+    shapes
+}
+
+/// Random weights, ragged counts, every tile shape.
+fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
+    let all: Vec<Expert> = (0..4).map(|_| case.draw(random)).collect();
+    let loaded = load(device, case, &all)?;
+    let mut worst = 0.0_f64;
+    let shapes = shapes(case);
     for counts in
         [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 260]]
     {
@@ -200,19 +216,29 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     Ok(())
 }
 
-pub fn check(options: &Options) -> Outcome {
+/// Small sizes, without biases.
+const PLAIN: Case = Case {
+    format: experts::BF16,
+    hidden: 128,
+    inter: 64,
+    activation: experts::SWIGLU,
+    biases: false,
+    weight_on_input: false,
+    block_scales: false,
+};
+
+/// The device, with the kernels set up, and random numbers. `formats`: those that the options name (`format=2`), otherwise all.
+fn begin(options: &Options) -> Result<(Device, Random, Vec<i32>), Box<dyn std::error::Error>> {
     let device = Device::open(0)?;
     experts::setup()?;
-    let mut random = Random(options.number("seed", 31));
-    let plain = Case {
-        format: experts::BF16,
-        hidden: 128,
-        inter: 64,
-        activation: experts::SWIGLU,
-        biases: false,
-        weight_on_input: false,
-        block_scales: false,
-    };
+    let all = [experts::BF16, experts::FP8, experts::MXFP4, experts::W8A8];
+    let chosen = all.into_iter().filter(|&format| options.number("format", format as u64) == format as u64);
+    Ok((device, Random(options.number("seed", 31)), chosen.collect()))
+}
+
+pub fn check(options: &Options) -> Outcome {
+    let (device, mut random, _) = begin(options)?;
+    let plain = PLAIN;
     for format in [experts::BF16, experts::FP8, experts::MXFP4] {
         ragged(&device, &mut random, &Case { format, ..plain })?;
         // An odd number of panels in both, more rows than a tile, biases.

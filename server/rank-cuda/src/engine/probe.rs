@@ -60,6 +60,8 @@ pub(crate) fn probe() -> Vec<Check> {
         Ok(library) => library,
         Err(error) => {
             checks.push(nccl_missing(devices.len(), error.to_string()));
+            let sharing = Check::failed("shared GPU", "no NCCL".to_owned(), SHARING_NEEDED, SHARING_WAY_OUT);
+            checks.push(sharing.optional());
             return checks;
         }
     };

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUresult, cuStreamQuery};
-use expertd_kernels::params::{Completion, DeviceFault, StepRequest};
+use expertd_kernels::params::{Completion, DeviceFault, OTHER_PROCESSES, StepRequest};
 use expertd_kernels::slot::combine_blocks;
 
 use super::CudaEngine;
@@ -153,7 +153,9 @@ impl CudaEngine {
                 error => return Err(CudaFault::Stuck(format!("the GPU failed: {error:?}"))),
             }
             if waited > self.step_deadline {
-                return Err(CudaFault::Stuck(format!("the GPU has not finished the step after {waited:?}")));
+                return Err(CudaFault::Stuck(format!(
+                    "the GPU has not finished the step after {waited:?}; {OTHER_PROCESSES}"
+                )));
             }
             std::thread::yield_now();
         }

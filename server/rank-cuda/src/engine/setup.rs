@@ -22,7 +22,7 @@ use super::weights_error::WeightsError;
 use super::{CudaEngine, EngineParts, PinnedStaging};
 use crate::experts::padded;
 use crate::windows::{ID_BYTES, LsaWindows};
-use crate::{self as gpu, GpuFacts, RankGpu};
+use crate::{self as gpu, RankGpu};
 use expertd_ipc::RankChannel;
 use expertd_ipc::control::{self, FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::FdReader;

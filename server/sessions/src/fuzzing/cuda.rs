@@ -1,8 +1,7 @@
 //! Entry points for fuzz targets of CUDA sessions; not part of the interface. No GPU is needed: the router never accesses a client's GPU.
 
 use std::fs::File;
-use std::io::{Read as _, Write as _};
-use std::net::Shutdown;
+use std::io::Write as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -17,12 +16,10 @@ use expertd_shm::SharedRegion;
 use expertd_shm::descriptors::send_fds;
 use expertd_telemetry::RequestMetrics;
 
-use super::{Echo, LIMITS, opener, shared, wait_until_free};
-use crate::connection::serve;
+use super::{Echo, LIMITS, connection, opener, wait_until_free};
 use crate::cuda::CudaSession;
 use crate::limits::Charges;
 use crate::open::OpenSession;
-use crate::registry::SessionRegistry;
 use crate::release::HeldRegion;
 use crate::session::Session;
 
@@ -89,25 +86,11 @@ pub fn socket(data: &[u8]) {
     let (fields, rest) = data.split_at(size_of::<OpenCuda>().min(data.len()));
     let Ok(open) = socket::record::<OpenCuda>(fields) else { return };
     let open = OpenCuda { version: VERSION, kind: KIND_CUDA, ..open };
-    let (service, mut client) = UnixStream::pair().expect("a pair of sockets");
-    let registry = Arc::new(SessionRegistry::default());
-    let shared = shared(Echo::new(open.memory_bytes), &registry);
-    let serving = std::thread::spawn({
-        let shared = Arc::clone(&shared);
-        move || drop(serve(&shared, &service, opener(), &mut None))
-    });
-    let mut reading = client.try_clone().expect("a descriptor");
-    let reading = std::thread::spawn(move || drop(reading.read_to_end(&mut Vec::new())));
     let memory = SharedRegion::create("fuzz", 4096).expect("a region");
-    // The service may end the socket while it is written to.
-    let _ = socket::send(&client, frame::OPEN, bytemuck::bytes_of(&open))
-        .and_then(|()| send_fds(&client, &[memory.as_fd()]))
-        .and_then(|()| client.write_all(rest));
-    let _ = client.shutdown(Shutdown::Write);
-    assert!(serving.join().is_ok(), "the thread of the connection panicked");
-    while shared.threads() > 0 {
-        std::thread::yield_now();
-    }
-    assert!(reading.join().is_ok() && registry.status().is_empty(), "a session is left");
-    wait_until_free(&registry.charges);
+    connection(open.memory_bytes, |client| {
+        // The service may end the socket while it is written to.
+        let _ = socket::send(client, frame::OPEN, bytemuck::bytes_of(&open))
+            .and_then(|()| send_fds(client, &[memory.as_fd()]))
+            .and_then(|()| client.write_all(rest));
+    });
 }

@@ -59,6 +59,25 @@ pub fn program() -> PathBuf {
     )
 }
 
+/// The GPU of each rank in tests on GPUs: `EXPERTD_TEST_GPUS`, such as `0,0,0,0`, which scripts/gpu_checks.py sets. `None`: each rank
+/// has a GPU of its own.
+pub fn test_gpus() -> Option<Vec<u32>> {
+    let list = std::env::var("EXPERTD_TEST_GPUS").ok()?;
+    Some(list.split(',').map(|gpu| gpu.parse().expect("EXPERTD_TEST_GPUS lists numbers of GPUs")).collect())
+}
+
+/// The flags with which `ranks` ranks use the GPUs of [`test_gpus`] in turn.
+fn gpu_flags(ranks: u32) -> Vec<String> {
+    let Some(gpus) = test_gpus() else { return Vec::new() };
+    let of_ranks: Vec<u32> = gpus.iter().copied().cycle().take(ranks as usize).collect();
+    let list: Vec<String> = of_ranks.iter().map(u32::to_string).collect();
+    let mut flags = vec!["--gpus".to_owned(), list.join(",")];
+    if of_ranks.iter().enumerate().any(|(at, gpu)| of_ranks[..at].contains(gpu)) {
+        flags.push("--share-gpu".to_owned());
+    }
+    flags
+}
+
 /// The command line that serves a checkpoint on free ports, on CPU ranks unless `more` says otherwise.
 pub fn serve_command(model: &Path, more: &[&str]) -> Command {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -78,8 +97,9 @@ pub fn serve_command(model: &Path, more: &[&str]) -> Command {
         }
     }
     command.args(more).stdin(Stdio::null()).stdout(Stdio::piped());
-    // The user's own settings must not change the test.
-    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("EXPERTD_")) {
+    // The user's own settings must not change the test; the place of NCCL is no setting.
+    let is_setting = |name: &str| name.starts_with("EXPERTD_") && name != "EXPERTD_NCCL";
+    for (name, _) in std::env::vars().filter(|(name, _)| is_setting(name)) {
         command.env_remove(name);
     }
     command.env("EXPERTD_LOG", "error");
@@ -114,8 +134,10 @@ impl Service {
         more: &[&str],
         environment: &[(&str, &str)],
     ) -> Result<Service, String> {
+        let of_gpus = if more.contains(&"cuda") { gpu_flags(ranks) } else { Vec::new() };
+        let of_gpus: Vec<&str> = of_gpus.iter().map(String::as_str).collect();
         let ranks = ranks.to_string();
-        let flags = [&["--ranks", &ranks], more].concat();
+        let flags = [&["--ranks", &ranks], more, &of_gpus].concat();
         let mut command = serve_command(model, &flags);
         let mut child = command.envs(environment.iter().copied()).spawn().unwrap();
         let (lines, received) = mpsc::channel();

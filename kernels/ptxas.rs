@@ -1,0 +1,30 @@
+//! What ptxas reports of kernels that became slower than they should be. build.rs and tests/ptxas.rs contain this file.
+
+/// Kernels that may spill registers, outside of their loops: a part of the name, and the most bytes that it stores and loads together.
+const MAY_SPILL: [(&str, u32); 4] = [
+    ("experts_kernelINS_4Bf16E", 64),
+    ("experts_kernelINS_5Mxfp4E", 256),
+    ("experts_kernelINS_4W8a8E", 320),
+    ("gateILi8ELi8E", 32),
+];
+
+/// The lines that report a lost optimisation (C75xx: wgmmas that run one after the other, setmaxnreg that is ignored), or registers that
+/// are spilled and not listed.
+pub(crate) fn regressions(diagnostics: &str) -> Vec<&str> {
+    diagnostics.lines().filter(|line| is_lost_optimisation(line) || is_unlisted_spill(line)).collect()
+}
+
+fn is_lost_optimisation(line: &str) -> bool {
+    line.split('(').skip(1).any(|rest| {
+        let digits = rest.strip_prefix("C75").unwrap_or_default().as_bytes();
+        digits.len() > 2 && digits[..2].iter().all(u8::is_ascii_digit) && digits[2] == b')'
+    })
+}
+
+fn is_unlisted_spill(line: &str) -> bool {
+    let Some((_, rest)) = line.split_once("spilled to local memory in function '") else { return false };
+    let Some((function, counts)) = rest.split_once('\'') else { return true };
+    let bytes: u32 = counts.split(' ').filter_map(|word| word.parse::<u32>().ok()).sum();
+    let most = MAY_SPILL.iter().find(|(name, _)| function.contains(name)).map_or(0, |(_, most)| *most);
+    bytes == 0 || bytes > most
+}

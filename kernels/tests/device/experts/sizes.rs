@@ -1,0 +1,139 @@
+//! Sizes at which the small checks say nothing: the shapes of released models, offsets beyond 2^32 bytes and 2^31 elements, and rows that
+//! crowd on a few of many experts.
+
+use expertd_kernels::device::Device;
+use expertd_kernels::experts;
+use half::bf16;
+
+use super::launch::{FEW_ROWS, Step, load};
+use super::mlp::{Case, Expert};
+use super::{
+    PLAIN, TOLERANCE, TOLERANCE_FP8, begin, compare, compare_row, expected, expected_of, in_parallel,
+};
+use crate::random::Random;
+use crate::{Options, Outcome};
+
+/// Both kernels, with the tiles that the device chooses.
+const KERNELS: [[i32; 2]; 2] = [[0, 0], FEW_ROWS];
+
+fn tolerance(format: i32) -> f64 {
+    if format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE }
+}
+
+/// Runs both kernels, compares some assignments with the reference, and checks that every element was written.
+fn sampled(
+    device: &Device,
+    case: &Case,
+    all: &[Expert],
+    step: &Step,
+    sample: &[usize],
+) -> Result<f64, Box<dyn std::error::Error>> {
+    let loaded = load(device, case, all)?;
+    let wanted = expected_of(case, all, step, sample);
+    let mut worst = 0.0_f64;
+    for tiles in KERNELS {
+        let y = step.run(device, case, &loaded, tiles)?;
+        let of = |at: usize| compare_row(sample[at], &wanted[at], &y, tolerance(case.format));
+        for error in in_parallel(sample.len(), of) {
+            worst = worst
+                .max(error.map_err(|error| format!("format {}, tiles {tiles:?}: {error}", case.format))?);
+        }
+        if let Some(at) = y.iter().position(|value| value.is_nan()) {
+            return Err(
+                format!("format {}, tiles {tiles:?}: element {at} was not written", case.format).into()
+            );
+        }
+    }
+    Ok(worst)
+}
+
+/// A layer of a released model in each format.
+pub fn full(options: &Options) -> Outcome {
+    let (device, mut random, formats) = begin(options)?;
+    for format in formats {
+        let (model, hidden, inter) = match format {
+            experts::BF16 => ("Qwen3-30B", 2048, 768),
+            experts::MXFP4 => ("gpt-oss-120b", 2880, 2880),
+            _ => ("DeepSeek-V3", 7168, 2048),
+        };
+        let oai = format == experts::MXFP4;
+        let activation = if oai { experts::SWIGLU_OAI } else { experts::SWIGLU };
+        let block_scales = format == experts::W8A8;
+        let case = Case { format, hidden, inter, activation, biases: oai, block_scales, ..PLAIN };
+        let all: Vec<Expert> = (0..4).map(|_| case.draw(&mut random)).collect();
+        let step = Step::draw(&mut random, hidden, &[9, 0, 300, 70]);
+        let total = step.index.len();
+        let sample: Vec<usize> =
+            [0, 8, 9, 308, 309, total - 1].into_iter().chain((20..total).step_by(37)).collect();
+        let worst = sampled(&device, &case, &all, &step, &sample)?;
+        println!(
+            "full: {model}, format {format}, {} of {total} rows: largest error {worst:.1e}",
+            sample.len()
+        );
+    }
+    Ok(())
+}
+
+/// Rows of 7168 elements, of which 2^31 elements, 2^32 bytes, are 299,593 rows.
+pub fn wide(options: &Options) -> Outcome {
+    const ASSIGNMENTS: usize = 300_000;
+    const ROWS: usize = 512;
+    let (device, mut random, formats) = begin(options)?;
+    for format in formats {
+        let case = Case { format, hidden: 7168, inter: 128, block_scales: format == experts::W8A8, ..PLAIN };
+        let all: Vec<Expert> = (0..2).map(|_| case.draw(&mut random)).collect();
+        let step = Step {
+            counts: vec![ASSIGNMENTS / 2; 2],
+            index: (0..ASSIGNMENTS).map(|_| random.below(ROWS as u64) as i32).collect(),
+            weights: (0..ASSIGNMENTS).map(|_| 0.05 + random.unit()).collect(),
+            x: (0..ROWS * case.hidden).map(|_| bf16::from_f32(random.unit() * 3.4 - 1.7)).collect(),
+        };
+        let boundary = (1_usize << 31) / case.hidden;
+        let sample =
+            [0, ASSIGNMENTS / 2 - 1, ASSIGNMENTS / 2, boundary - 1, boundary, boundary + 1, ASSIGNMENTS - 1];
+        let sample: Vec<usize> =
+            sample.into_iter().chain((0..20).map(|_| random.below(ASSIGNMENTS as u64) as usize)).collect();
+        let worst = sampled(&device, &case, &all, &step, &sample)?;
+        println!(
+            "wide: format {format}, {ASSIGNMENTS} rows of {} elements: largest error {worst:.1e}",
+            case.hidden
+        );
+    }
+    Ok(())
+}
+
+/// 128 rows on each of four among 128 experts. The mean of four rows chooses the kernel for few rows.
+pub fn skew(options: &Options) -> Outcome {
+    let (device, mut random, formats) = begin(options)?;
+    for format in formats {
+        let case = Case { format, hidden: 192, inter: 128, ..PLAIN };
+        let all: Vec<Expert> = (0..128).map(|_| case.draw(&mut random)).collect();
+        let mut counts = [0; 128];
+        for expert in [0, 1, 77, 127] {
+            counts[expert] = 128;
+        }
+        let step = Step::draw(&mut random, case.hidden, &counts);
+        let (loaded, wanted) = (load(&device, &case, &all)?, expected(&case, &all, &step));
+        let mut worst = 0.0_f64;
+        for tiles in KERNELS {
+            let y = step.run(&device, &case, &loaded, tiles)?;
+            worst = worst.max(
+                compare(&wanted, &y, tolerance(format))
+                    .map_err(|error| format!("format {format}, tiles {tiles:?}: {error}"))?,
+            );
+        }
+        println!("skew: format {format}: largest error {worst:.1e}");
+    }
+    Ok(())
+}
+
+/// Random rows for the other files of this module.
+pub(super) fn draw(
+    random: &mut Random,
+    case: &Case,
+    counts: &[usize],
+    experts: usize,
+) -> (Vec<Expert>, Step) {
+    let all = (0..experts).map(|_| case.draw(random)).collect();
+    (all, Step::draw(random, case.hidden, counts))
+}
