@@ -62,6 +62,10 @@ class Remote:
         if self.session == "cuda":
             self.client._native.verify()
 
+    def end_with_session(self) -> None:
+        """With `session="cuda"`: once a session has ended whose calls graphs captured, calls fail instead of opening another one."""
+        self.client._native.reopens = False
+
     def forward(
         self,
         layer: int,

@@ -24,6 +24,20 @@ def test_without_a_gpu_the_session_is_refused():
         expertd.Client("unix:/tmp/none.sock", session="cuda")
 
 
+def test_a_client_says_that_it_shares_a_gpu_without_mps(monkeypatch, tmp_path, caplog):
+    from expertd._cuda import warn_of_sharing
+
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    warn_of_sharing(ranks=1, gpus=2)
+    assert not caplog.text
+    warn_of_sharing(ranks=2, gpus=2)
+    assert f"no MPS daemon in {tmp_path}" in caplog.text
+    caplog.clear()
+    (tmp_path / "control").touch()
+    warn_of_sharing(ranks=2, gpus=2)
+    assert not caplog.text
+
+
 class Served:
     def __init__(self, folder, **settings):
         self.service = expertd.serve(folder, device="cuda", ranks=1, **settings)

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import stopped
+from conftest import GOLDEN, stopped
 
 import expertd
 
@@ -161,3 +161,11 @@ sys.exit("was not refused")
 def test_asyncio_clients_of_cuda_sessions_are_refused():
     with pytest.raises(expertd.UnsupportedError, match="asyncio"):
         expertd.AsyncClient("unix:/tmp/none.sock", session="cuda")
+
+
+def test_the_address_of_another_listener_is_a_connect_error():
+    with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
+        with pytest.raises(expertd.ConnectError, match='session="host"'):
+            expertd.Client(service.session_address, retry=None).model()
+        with pytest.raises(expertd.ConnectError):
+            expertd.Client(service.address, session="host", retry=None).model()

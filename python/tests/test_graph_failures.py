@@ -151,6 +151,21 @@ def test_a_failed_replay_is_found_although_another_threads_call_found_the_end_fi
         route.check()
 
 
+def test_an_engine_opens_no_session_after_the_one_of_its_graphs(route):
+    """Opening is tried for ten minutes while no service answers, and the graphs would fail all the same."""
+    route.reopens = False
+    eager = route._session(0)
+    eager.native.ended = True
+    route._forget(eager)
+    old = route._session(0)
+    assert old is not eager
+    old.native.kept = old.native.ended = True
+    route._forget(old)
+    for _ in range(3):
+        with pytest.raises(expertd.UnavailableError):
+            route._session(0)
+
+
 def test_a_session_without_graphs_is_forgotten_when_it_ends(route):
     old = route._session(0)
     old.native.ended = True

@@ -96,6 +96,7 @@ async fn status_and_drain() {
     assert_eq!((status.model.as_str(), status.generation, status.weight_version), ("fake", 3, 7));
     assert_eq!((status.ranks[0].pid, status.ranks[0].state.as_str()), (99, "ready"));
     assert_eq!(status.version, env!("CARGO_PKG_VERSION"));
+    assert_eq!(status.weight_folder, "/models/fake");
 
     let drained = admin.drain(DrainRequest { timeout_ms: 12 }).await.unwrap().into_inner();
     assert_eq!(drained.requests_dropped, 12);

@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use expertd_cli::admin::AdminAddress;
+use expertd_cli::status::{StatusArgs, status};
 use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
 use rustix::process::Signal;
@@ -24,6 +26,10 @@ async fn a_reload_of_the_placement_keeps_the_weights_of_an_earlier_reload() {
     for placement in [Some(Path::new("contiguous")), None] {
         let report = reload_of(&service, None, placement).await.unwrap();
         assert_eq!(report.weight_fingerprint, new);
+        let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
+        let shown =
+            status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
+        assert_eq!(Path::new(&shown.weight_folder), sources[1]);
         let response = client.forward(answers.request.clone(), None).await.unwrap();
         assert_eq!(response.receipt.as_ref().unwrap().weight_fingerprint, new);
         answers.check(&response);

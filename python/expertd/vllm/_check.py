@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?experts\.")
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
+# Methods of speculative decoding that draft from the tokens so far.
+_DRAFTS_WITHOUT_MODEL = ("ngram",)
 
 
 def layer_number(prefix: str) -> int:
@@ -39,18 +41,37 @@ def is_expert_tensor(name: str, layers: set[int]) -> bool:
 def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None:
     """Refuses what cannot work with remote experts, and features of vLLM that were not tried. `config` is a VllmConfig."""
     parallel = config.parallel_config
-    untried = {
-        "data parallelism (data_parallel_size)": parallel.data_parallel_size > 1,
-        "tensor parallelism (tensor_parallel_size)": parallel.tensor_parallel_size > 1,
-        "pipeline parallelism (pipeline_parallel_size)": parallel.pipeline_parallel_size > 1,
-        "prefill context parallelism (prefill_context_parallel_size)": parallel.prefill_context_parallel_size > 1,
-        "EPLB (enable_eplb)": parallel.enable_eplb,
-        "LoRA (enable_lora)": config.lora_config is not None,
-        "speculative decoding (speculative_config)": config.speculative_config is not None,
+    refused = {
+        "data parallelism (data_parallel_size)": (
+            parallel.data_parallel_size > 1,
+            "was not tried with remote experts; start one vLLM for each replica, all with this service",
+        ),
+        "tensor parallelism (tensor_parallel_size)": (
+            parallel.tensor_parallel_size > 1,
+            "is not supported, because vLLM adds up what its ranks compute, and each rank would get the whole result",
+        ),
+        "pipeline parallelism (pipeline_parallel_size)": (
+            parallel.pipeline_parallel_size > 1,
+            "is not supported, because each stage would hold some of the layers that the service serves",
+        ),
+        "prefill context parallelism (prefill_context_parallel_size)": (
+            parallel.prefill_context_parallel_size > 1,
+            "is not supported, because vLLM adds up what its ranks compute, and each rank would get the whole result",
+        ),
+        "EPLB (enable_eplb)": (parallel.enable_eplb, "moves experts between vLLM's ranks, and the service holds them"),
+        "LoRA (enable_lora)": (
+            config.lora_config is not None,
+            "is not supported, because vLLM wraps MoE layers to add adapters to weights that the service holds",
+        ),
+        "speculative decoding (speculative_config)": (
+            config.speculative_config is not None and config.speculative_config.method not in _DRAFTS_WITHOUT_MODEL,
+            f"needs a method without a model of its own, one of {', '.join(_DRAFTS_WITHOUT_MODEL)}: the service does not hold the "
+            "experts of a draft model",
+        ),
     }
-    for feature, wanted in untried.items():
+    for feature, (wanted, reason) in refused.items():
         if wanted:
-            raise UnsupportedError(f"{feature} was not tried with remote experts; turn it off, or unset EXPERTD_ADDRESS")
+            raise UnsupportedError(f"{feature} {reason}; turn it off, or unset EXPERTD_ADDRESS")
     if config.load_config.load_format not in _LOAD_FORMATS:
         raise UnsupportedError(
             f"load_format is {config.load_config.load_format!r}; remote experts need one of {', '.join(_LOAD_FORMATS)}"

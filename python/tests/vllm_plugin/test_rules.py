@@ -100,21 +100,25 @@ def engine(**changes):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(data_parallel_size=2), "data parallelism"),
-        (dict(tensor_parallel_size=2), "tensor parallelism"),
-        (dict(pipeline_parallel_size=2), "pipeline parallelism"),
-        (dict(prefill_context_parallel_size=2), "prefill context parallelism"),
-        (dict(enable_eplb=True), "EPLB"),
-        (dict(lora_config=of()), "LoRA"),
-        (dict(speculative_config=of()), "speculative decoding"),
+        (dict(data_parallel_size=2), "data parallelism.* was not tried.*one vLLM for each replica"),
+        (dict(tensor_parallel_size=2), "tensor parallelism.* adds up"),
+        (dict(pipeline_parallel_size=2), "pipeline parallelism.* some of the layers"),
+        (dict(prefill_context_parallel_size=2), "prefill context parallelism.* adds up"),
+        (dict(enable_eplb=True), "EPLB.* moves experts"),
+        (dict(lora_config=of()), "LoRA.* wraps MoE layers"),
+        (dict(speculative_config=of(method="eagle3")), "speculative decoding.* experts of a draft model"),
         (dict(load_format="tensorizer"), "'tensorizer'"),
         (dict(cudagraph_mode="PIECEWISE"), "--enforce-eager"),
     ],
 )
-def test_what_was_not_tried_is_refused(changes, words):
+def test_what_cannot_work_or_was_not_tried_is_refused_with_the_reason(changes, words):
     check_engine(engine(), cpu=False)
     with pytest.raises(expertd.UnsupportedError, match=words):
         check_engine(engine(**changes), cpu=False)
+
+
+def test_drafts_from_the_tokens_so_far_need_no_experts():
+    check_engine(engine(speculative_config=of(method="ngram")), cpu=False)
 
 
 def test_a_processor_captures_no_graphs():

@@ -13,6 +13,8 @@ use expertd_rank::share::available_memory;
 use expertd_rank_cuda::{self as gpu, Check};
 use expertd_shm::SharedRegion;
 
+use crate::mps;
+
 /// Smallest amount of available memory, in bytes, that the check accepts.
 const MIN_MEMORY: u64 = 2 << 30;
 
@@ -32,7 +34,8 @@ pub struct DoctorArgs {
 /// Checks the machine and prints the results; exit status 0 if ranks can run.
 #[must_use]
 pub fn run(args: &DoctorArgs) -> ExitCode {
-    let (cpu, cuda) = (cpu_checks(), gpu::probe());
+    let (cpu, mut cuda) = (cpu_checks(), gpu::probe());
+    cuda.push(mps::check());
     let can_run = |checks: &[Check]| checks.iter().all(|check| check.ok || check.optional);
     let (cpu_runs, cuda_runs) = (can_run(&cpu), can_run(&cuda));
     if args.json {

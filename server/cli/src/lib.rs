@@ -15,6 +15,7 @@ pub mod golden;
 pub mod inspect;
 pub mod inventory;
 pub mod loader;
+mod mps;
 pub mod rank;
 pub mod rebalance;
 pub mod reload;

@@ -153,6 +153,10 @@ fn to_text(status: &GetStatusResponse) -> String {
     );
     line("model", status.model.clone());
     line("weights", format!("version {}, {}", status.weight_version, status.weight_fingerprint));
+    // Services of earlier releases do not say it.
+    if !status.weight_folder.is_empty() {
+        line("folder", status.weight_folder.clone());
+    }
     if let Some(reload) = &status.reload {
         line(
             "reload",
@@ -266,6 +270,7 @@ fn to_json(status: &GetStatusResponse) -> serde_json::Value {
         "generation": status.generation,
         "weight_version": status.weight_version,
         "weight_fingerprint": status.weight_fingerprint,
+        "weight_folder": status.weight_folder,
         "reload": status.reload.as_ref().map(|reload| json!({
             "weight_bytes_loaded": reload.weight_bytes_loaded,
             "weight_bytes_total": reload.weight_bytes_total,
@@ -323,6 +328,7 @@ mod tests {
             }],
             imbalance: Some(Imbalance { mean: 1.25, largest: 1.5, largest_layer: 7 }),
             router_memory_bytes: 36 << 20,
+            weight_folder: "/models/olmoe".to_owned(),
             ..GetStatusResponse::default()
         }
     }
@@ -334,6 +340,7 @@ mod tests {
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1.0 MiB of 3.0 MiB of weights, 5.0 MiB of 9.0 MiB of GPU memory used, GPU 40 % busy"), "{text}");
         assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
         assert!(text.contains("router       36.0 MiB resident"), "{text}");
+        assert!(text.contains("folder       /models/olmoe"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1.0 MiB, 0 calls"), "{text}");
     }
 

@@ -209,6 +209,7 @@ impl Backend for Fake {
             uptime: Duration::from_secs(4),
             reload: None,
             sessions: Vec::new(),
+            weight_folder: "/models/fake".into(),
             ranks: vec![RankStatus {
                 rank: Rank(0),
                 pid: 99,

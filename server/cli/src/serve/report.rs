@@ -9,6 +9,7 @@ use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::ServePlan;
 use super::settings::{Shown, Source};
+use crate::mps;
 use crate::units::{bytes, wrap};
 use crate::weight_bytes::gpu_bytes_of_ranks;
 use expertd_core::backend::{Backend, RankState, ServiceState};
@@ -111,6 +112,10 @@ pub fn plan(plan: &ServePlan) -> String {
     if gpu::is_shared(&cluster.gpus) {
         let timeout = cluster.peer_timeout.as_millis();
         line("", format!("ranks share a GPU, which is for tests; device_timeout_ms is {timeout}"));
+    }
+    let serves_gpus = cluster.device == DeviceKind::Cuda && plan.sessions.is_some();
+    if let Some(text) = serves_gpus.then(mps::warning).flatten() {
+        line("sessions", text);
     }
     if let Some(text) = weights(plan) {
         line("weights", text);

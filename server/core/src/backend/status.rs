@@ -1,5 +1,6 @@
 //! The state of the service, its group and its ranks.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 pub use expertd_scheduler::Attachment;
@@ -31,6 +32,8 @@ pub struct ServiceStatus {
     pub reload: Option<(u64, u64)>,
     /// One entry per open session.
     pub sessions: Vec<SessionStatus>,
+    /// Folder of the loaded weights; for operators only.
+    pub weight_folder: PathBuf,
 }
 
 /// One rank's process, device and progress of loading.

@@ -209,6 +209,7 @@ impl Backend for Service {
     fn status(&self) -> ServiceStatus {
         let mut status = self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
         status.uptime = self.shared.started.elapsed();
+        status.weight_folder = self.shared.weight_folder();
         status.sessions = self.shared.sessions.get().map(|list| list()).unwrap_or_default();
         status.steps_total = self.shared.steps_total.load(Ordering::Relaxed);
         status.tokens_queued = self.shared.front().inbox.queued_tokens() as u64;

@@ -1,5 +1,6 @@
 //! What callers and the step loop share.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Instant;
@@ -202,6 +203,11 @@ impl Shared {
         *model = Arc::new(now);
         drop(model);
         *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = (weight_version, source.clone());
+    }
+
+    /// The folder of the weights that serve.
+    pub(super) fn weight_folder(&self) -> PathBuf {
+        self.serving.lock().unwrap_or_else(PoisonError::into_inner).1.folder.clone()
     }
 
     /// What a reload is checked against, and the version that serves: the checkpoint is the one that serves, with the placement that the

@@ -3,7 +3,9 @@
 //!
 //! Ranks accept only ids that are in range and distinct within a row, because ids become addresses. Therefore −1 is replaced
 //! by another expert with weight zero, at the cost of that expert's product. If the row has an expert of its own, the
-//! replacement is a neighbouring id, which is usually on the same rank, so that the row is sent to no further rank.
+//! replacement is a neighbouring id, which is usually on the same rank, so that the row is sent to no further rank. A row of
+//! −1 alone, for example padding of a CUDA graph, takes the experts of another row: in steps of few rows the number of experts
+//! that a step reads decides its duration.
 
 use bytes::{Bytes, BytesMut};
 
@@ -25,14 +27,20 @@ pub(super) fn replace(ids: &[u8], weights: &[u8], k: usize, num_experts: usize) 
     }
     let (mut ids, mut weights) = (BytesMut::from(ids), BytesMut::from(weights));
     let mut taken = vec![false; num_experts];
+    let (mut owning, mut empty) = (Vec::new(), Vec::new());
     let rows = ids.chunks_exact_mut(k * 4).zip(weights.chunks_exact_mut(k * 4));
     for (token, (ids, weights)) in rows.enumerate() {
         let own: Vec<usize> =
             words(ids).filter_map(|id| usize::try_from(i32::from_le_bytes(id)).ok()).collect();
+        if own.is_empty() {
+            empty.push(token)
+        } else {
+            owning.push(token)
+        }
         for &id in &own {
             taken[id] = true;
         }
-        // Rows without an expert of their own are spread over all experts.
+        // If no row has experts, they are spread over all experts.
         let start = own.first().map_or(token * k % num_experts, |first| first + 1);
         let mut free = (start..start + num_experts).map(|id| id % num_experts).filter(|&id| !taken[id]);
         let pairs = ids.as_chunks_mut::<4>().0.iter_mut().zip(weights.as_chunks_mut::<4>().0);
@@ -44,6 +52,9 @@ pub(super) fn replace(ids: &[u8], weights: &[u8], k: usize, num_experts: usize) 
         for id in own {
             taken[id] = false;
         }
+    }
+    for (token, of) in empty.into_iter().zip(owning.iter().cycle()) {
+        ids.copy_within(of * k * 4..(of + 1) * k * 4, token * k * 4);
     }
     Some(Replaced { ids: ids.freeze(), weights: weights.freeze() })
 }
@@ -76,6 +87,17 @@ mod tests {
     fn routing_without_it_is_left_as_it_is() {
         assert!(replace(&ids(&[0, 1]), &weights(&[0.5, 0.5]), 2, 4).is_none());
         assert!(replace(&[], &[], 2, 4).is_none());
+    }
+
+    #[test]
+    fn rows_without_experts_add_none_to_the_step() {
+        let given = ids(&[-1, -1, 6, 2, -1, -1, -1, 5, -1, -1]);
+        let replaced = replace(&given, &weights(&[0.5; 10]), 2, 9).unwrap();
+        let found: Vec<i32> = words(&replaced.ids).map(i32::from_le_bytes).collect();
+        assert_eq!(found, [6, 2, 6, 2, 6, 5, 6, 5, 6, 2]);
+        assert_eq!(&replaced.weights[..], weights(&[0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]));
+        let none = replace(&ids(&[-1; 4]), &weights(&[0.5; 4]), 2, 9).unwrap();
+        assert_eq!(words(&none.ids).map(i32::from_le_bytes).collect::<Vec<_>>(), [0, 1, 2, 3]);
     }
 
     proptest! {

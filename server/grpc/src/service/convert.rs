@@ -197,6 +197,7 @@ pub(crate) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusR
         imbalance: None,
         router_memory_bytes: 0,
         router_memory_limit_bytes: 0,
+        weight_folder: status.weight_folder.display().to_string(),
     }
 }
 
