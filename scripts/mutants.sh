@@ -1,5 +1,5 @@
 #!/bin/sh
-# Plants known faults in the step loop, one at a time, and runs the simulation until it finds each of them.
+# Plants known faults in the step loop, the life of weights, attachments and their driver, one at a time, and runs the simulation until it finds each of them.
 #
 #   scripts/mutants.sh            all of server/scheduler/mutants/*.patch, against the last commit
 #   scripts/mutants.sh NAME...    the patches whose names begin with a NAME

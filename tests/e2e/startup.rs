@@ -180,7 +180,9 @@ fn a_folder_needs_no_flag() {
         let run = |words: &[&str]| {
             let output = std::process::Command::new(program).arg(command).args(words).output().unwrap();
             assert!(output.status.success(), "{command} {words:?}: {output:?}");
-            output.stdout
+            let text = String::from_utf8(output.stdout).unwrap();
+            // The memory that is available changes.
+            text.lines().filter(|line| !line.contains("available")).map(str::to_owned).collect::<Vec<_>>()
         };
         assert_eq!(
             run(&[folder.to_str().unwrap()]),

@@ -11,7 +11,6 @@
 #![forbid(unsafe_code)]
 
 pub mod apart;
-mod attachments;
 pub mod backend;
 pub mod cluster;
 mod expert_rows;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 
 use self::admission::Told;
-pub use self::interface::{Action, Callers, Config, End, GroupFault, OnFault, RankRows, ServiceState, Step};
+pub use self::interface::{Action, Config, End, OnFault, RankRows, ServiceState, Step};
 pub use self::spread::spread;
 use crate::hash::KeyMap;
 use crate::queue::FairQueue;
@@ -155,21 +155,21 @@ impl StepLoop {
         }
     }
 
-    /// Returns the next action to carry out, or `None`. If an action fails, the caller must report that as an event before the next
+    /// Returns the next action to carry out, or `None`. `has_left` tells whether the caller of a request has left. If an action fails, the caller must report that as an event before the next
     /// call.
-    pub fn poll(&mut self, now: Time, callers: &impl Callers) -> Option<Action> {
+    pub fn poll(&mut self, now: Time, has_left: &impl Fn(RequestKey) -> bool) -> Option<Action> {
         loop {
             if let Some(action) = self.actions.pop_front() {
                 return Some(action);
             }
-            if self.has_ended || !self.advance(now, callers) {
+            if self.has_ended || !self.advance(now, has_left) {
                 return None;
             }
         }
     }
 
     /// Makes one decision. Returns whether there was one to make.
-    fn advance(&mut self, now: Time, callers: &impl Callers) -> bool {
+    fn advance(&mut self, now: Time, has_left: &impl Fn(RequestKey) -> bool) -> bool {
         if self.ending.is_some() {
             if !self.is_closed {
                 return false;
@@ -180,12 +180,12 @@ impl StepLoop {
             return true;
         }
         if now >= self.next_sweep {
-            self.sweep(now, callers);
+            self.sweep(now, has_left);
         }
         if self.has_actions() || self.end_replaced_group(now) {
             return true;
         }
-        if self.group.is_none() { self.form_group(now) } else { self.form_step(now, callers) }
+        if self.group.is_none() { self.form_group(now) } else { self.form_step(now, has_left) }
     }
 
     /// Time at which [`poll`](Self::poll) must be called again if no event comes before.

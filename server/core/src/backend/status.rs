@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use expertd_scheduler::Attachment;
 use expertd_scheduler::ServiceState;
 use expertd_types::{DeviceUsage, Rank};
 
@@ -88,16 +89,4 @@ pub struct SessionStatus {
     pub attachment: Attachment,
     /// UUID of the client's GPU; `None` if the rows lie in host memory.
     pub device: Option<[u8; 16]>,
-}
-
-/// What ranks have of a client's memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Attachment {
-    /// Not every rank has answered.
-    #[default]
-    Awaited,
-    /// Every rank reads and writes it in place.
-    Attached,
-    /// A rank cannot use it, for this reason.
-    Refused(String),
 }

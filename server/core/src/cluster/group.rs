@@ -10,20 +10,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use self::memories::AttachNews;
 use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::{CHECK_INTERVAL, ClusterConfig};
-use super::fault::{Fault, FaultKind, FormError};
+use super::fault::{FormError, channel_fault};
 use super::observed::ObservedTime;
 use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
 use super::weights::WeightSet;
-use crate::attachments::Answer as AttachAnswer;
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
+use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
 use expertd_shm::SharedRegion;
 use expertd_telemetry::progress;
-use expertd_types::{DeviceUsage, Generation, Rank};
+use expertd_types::{DeviceUsage, Generation, MemoryId, Rank};
 
 /// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
 /// has yet to map the channel.
@@ -75,7 +74,7 @@ pub(crate) struct Group {
     front_time: ObservedTime,
     next_check: Instant,
     /// Answers of ranks to orders about clients' memories.
-    attach_answers: VecDeque<AttachNews>,
+    attach_answers: VecDeque<(Rank, MemoryId, AttachAnswer)>,
     /// Whether the usage of a device has changed since [`take_usage_change`](Self::take_usage_change).
     usage_changed: bool,
     /// Windows that the router creates and its ranks map; `None` if ranks make their own.
@@ -151,12 +150,6 @@ impl Group {
         ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
     }
 
-    /// The number of this generation.
-    #[must_use]
-    pub(crate) const fn generation(&self) -> Generation {
-        self.generation
-    }
-
     /// Progress of each rank.
     pub(crate) fn ranks(&self) -> impl Iterator<Item = &RankView> {
         self.members.iter().map(|member| &member.view)
@@ -197,13 +190,13 @@ impl Group {
         let news = self.collect();
         // Completions first: the report of a failed step names the cause, and the end of the rank's process does not.
         while let Some((rank, completion)) = self.completed.pop_front() {
-            self.record(rank, completion?)?;
+            self.record(rank, completion.map_err(channel_fault)?)?;
         }
         while let Some(event) = self.received.pop_front() {
             self.process_event(event)?;
         }
         if !self.started && self.members.iter().all(|member| member.view.ready) {
-            self.channel.populate()?;
+            self.channel.populate().map_err(channel_fault)?;
             for member in &self.members {
                 member.process.send(ToRank::Start);
             }
@@ -231,13 +224,10 @@ impl Group {
                 member.view.total_bytes = weight_bytes;
             }
             RankNews::Message(FromRank::Attached { memory, error }) => {
-                let refused = error.is_some();
-                let answer = AttachAnswer::Attached { refused };
-                self.attach_answers.push_back(AttachNews { rank, memory, answer, error });
+                self.attach_answers.push_back((rank, memory, AttachAnswer::Attached { error }));
             }
             RankNews::Message(FromRank::Detached { memory }) => {
-                let answer = AttachAnswer::Detached;
-                self.attach_answers.push_back(AttachNews { rank, memory, answer, error: None });
+                self.attach_answers.push_back((rank, memory, AttachAnswer::Detached));
             }
             RankNews::Message(FromRank::Failed { kind, message }) => {
                 let kind = match kind {

@@ -8,8 +8,8 @@ mod process;
 mod weights;
 
 pub use config::{ClusterConfig, MakeWindows};
-pub(crate) use fault::{Fault, FaultKind};
+pub(crate) use fault::channel_fault;
 pub(crate) use group::{Group, StepDone};
 pub(crate) use observed::ObservedTime;
 pub(crate) use process::left_processes;
-pub(crate) use weights::{Freeing, LoadFailure, Loading, LoadingMode, WeightSet};
+pub(crate) use weights::{Freeing, Loading, WeightSet};

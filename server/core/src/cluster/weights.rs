@@ -1,7 +1,7 @@
 //! Sets of weights, and the loaders that make them.
 
 use std::collections::VecDeque;
-use std::io::{self, BufReader};
+use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
@@ -13,11 +13,10 @@ use std::time::{Duration, Instant};
 use expertd_ipc::RouterBell;
 use expertd_ipc::control::{self, CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
 use expertd_ipc::passing::FdReader;
+use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
-use super::fault::{Fault, FaultKind};
-
 use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
 use expertd_telemetry::progress;
 
@@ -44,23 +43,15 @@ impl WeightSet {
         self.shares.get(rank.index()).into_iter().flatten().map(OwnedFd::as_fd)
     }
 
-    /// Frees the memory, unless something else still holds the set; rings `bell` when that is done.
-    #[must_use]
-    pub(crate) fn free(self: Arc<Self>, bell: &RouterBell) -> Freeing {
+    /// Frees the memory; rings `bell` when that is done.
+    pub(crate) fn free(self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        let shares = Arc::into_inner(self).map(|mut set| std::mem::take(&mut set.shares));
-        Freeing(release(shares, move || bell.bell().ring()).into_iter().collect())
-    }
-}
-
-impl Drop for WeightSet {
-    fn drop(&mut self) {
-        release(std::mem::take(&mut self.shares), || ());
+        Freeing(release(self.shares, move || bell.bell().ring()).into_iter().collect())
     }
 }
 
 /// Memory that is being freed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Freeing(Vec<JoinHandle<()>>);
 
 impl Freeing {
@@ -69,10 +60,10 @@ impl Freeing {
         self.0.iter().all(JoinHandle::is_finished)
     }
 
-    /// Both.
-    pub(crate) fn and(mut self, other: Option<Freeing>) -> Freeing {
-        self.0.extend(other.into_iter().flat_map(|other| other.0));
-        self
+    /// Adds memory.
+    pub(crate) fn add(&mut self, other: Freeing) {
+        self.0.retain(|thread| !thread.is_finished());
+        self.0.extend(other.0);
     }
 }
 
@@ -126,30 +117,9 @@ enum News {
     Gone,
 }
 
-/// Why weights could not be loaded.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LoadFailure {
-    /// Description for operators.
-    pub message: String,
-    /// Whether the only cause is that the weights do not fit beside those that are in memory.
-    pub lacks_room: bool,
-}
-
-impl From<LoadFailure> for Fault {
-    fn from(failure: LoadFailure) -> Self {
-        Fault { kind: FaultKind::Load, message: failure.message }
-    }
-}
-
-/// What is in memory while weights are loaded.
-#[derive(Debug)]
-pub(crate) enum LoadingMode {
-    /// No other weights.
-    Alone,
-    /// No other weights, once these are freed.
-    After(Freeing),
-    /// Weights that a generation serves meanwhile.
-    Beside,
+/// The failure of loaders that ran.
+const fn failed(message: String) -> LoadFailure {
+    LoadFailure { message, lacks_room: false, is_setup: false }
 }
 
 /// A set of weights that is being loaded, by one process for each rank. Dropping it kills them.
@@ -171,8 +141,8 @@ pub(crate) struct Loading {
 }
 
 impl Loading {
-    /// Starts the loaders, or has [`poll`](Self::poll) start them once `awaited` is free. `in_background` means that a
-    /// generation serves meanwhile.
+    /// Starts the loaders. Without `awaited`, a generation serves meanwhile; with it, [`poll`](Self::poll) starts them once that memory is
+    /// free.
     ///
     /// # Errors
     /// If a process cannot be started.
@@ -180,23 +150,18 @@ impl Loading {
         config: &Arc<ClusterConfig>,
         version: WeightVersion,
         source: CheckpointSource,
-        how: LoadingMode,
+        awaited: Option<Freeing>,
         bell: &RouterBell,
-    ) -> io::Result<Self> {
+    ) -> Result<Self, LoadFailure> {
         let (sender, events) = mpsc::channel();
         let now = Instant::now();
-        let (in_background, awaited) = match how {
-            LoadingMode::Alone => (false, None),
-            LoadingMode::After(freeing) => (false, Some(freeing)),
-            LoadingMode::Beside => (true, None),
-        };
         let mut loading = Loading {
             config: Arc::clone(config),
             version,
             source,
-            in_background,
+            in_background: awaited.is_none(),
             bell: bell.clone(),
-            awaited,
+            awaited: awaited.filter(|freeing| !freeing.has_ended()),
             members: Vec::new(),
             sender,
             events,
@@ -210,7 +175,7 @@ impl Loading {
         Ok(loading)
     }
 
-    fn start_loaders(&mut self) -> io::Result<()> {
+    fn start_loaders(&mut self) -> Result<(), LoadFailure> {
         let (config, now) = (Arc::clone(&self.config), Instant::now());
         for rank in 0..config.shape.ranks {
             progress::tick();
@@ -230,7 +195,11 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))?;
+            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))
+                .map_err(|error| {
+                    let message = format!("cannot start the loaders: {error}");
+                    LoadFailure { message, lacks_room: false, is_setup: true }
+                })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
             self.members.push(Member {
                 process,
@@ -257,10 +226,9 @@ impl Loading {
         release(std::mem::take(&mut self.members), then)
     }
 
-    /// The version that is being loaded.
-    #[must_use]
-    pub(crate) const fn version(&self) -> WeightVersion {
-        self.version
+    /// Whether a generation serves other weights meanwhile.
+    pub(crate) const fn is_in_background(&self) -> bool {
+        self.in_background
     }
 
     /// The progress of each loader.
@@ -281,10 +249,7 @@ impl Loading {
     pub(crate) fn poll(&mut self) -> Result<Option<WeightSet>, LoadFailure> {
         self.collect();
         if self.awaited.take_if(|freeing| freeing.has_ended()).is_some() {
-            self.start_loaders().map_err(|error| LoadFailure {
-                message: format!("cannot start the loaders: {error}"),
-                lacks_room: false,
-            })?;
+            self.start_loaders()?;
         }
         if self.awaited.is_some() {
             return Ok(None);
@@ -317,7 +282,6 @@ impl Loading {
 
     /// Records a message of a loader, or its end.
     fn take_in(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
-        let load = |message| LoadFailure { message, lacks_room: false };
         let member = &mut self.members[rank.index()];
         member.silent = 0;
         match news {
@@ -333,7 +297,7 @@ impl Loading {
                 let expected = fds_of_share(self.config.device);
                 if fds.len() != expected {
                     let found = fds.len();
-                    return Err(load(format!(
+                    return Err(failed(format!(
                         "the loader of rank {rank} passed on its memory, but {found} of {expected} descriptors arrived; \
                          raise the limit on open files (ulimit -n)"
                     )));
@@ -341,10 +305,8 @@ impl Loading {
                 member.share = Some(fds);
             }
             News::Message(FromLoader::Failed { message, lacks_room }, _) => {
-                return Err(LoadFailure {
-                    message: format!("the loader of rank {rank}: {message}"),
-                    lacks_room,
-                });
+                let message = format!("the loader of rank {rank}: {message}");
+                return Err(LoadFailure { message, lacks_room, is_setup: false });
             }
             News::Gone if member.share.is_some() => {}
             News::Gone => member.gone = Some(Instant::now()),
@@ -366,8 +328,7 @@ impl Loading {
                     _ => "",
                 };
                 let pid = member.view.pid;
-                let message = format!("the loader of rank {rank}, process {pid}, ended{how}{why}");
-                return Err(LoadFailure { message, lacks_room: false });
+                return Err(failed(format!("the loader of rank {rank}, process {pid}, ended{how}{why}")));
             }
         }
         Ok(())
@@ -387,8 +348,7 @@ impl Loading {
             } else {
                 continue;
             };
-            let message = format!("the loader of rank {rank}, process {pid}, {message}");
-            return Err(LoadFailure { message, lacks_room: false });
+            return Err(failed(format!("the loader of rank {rank}, process {pid}, {message}")));
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use tokio::sync::watch;
 
 use super::config::{SchedulerConfig, ServiceEnd};
-use super::driver::Driver;
+use super::driver;
 use super::shared::Shared;
 use crate::backend::ServiceState;
 use crate::cluster::ClusterConfig;
@@ -32,7 +32,7 @@ impl StepLoop {
         let StepLoop { shared, cluster, config, seed, result } = self;
         std::thread::Builder::new().name("steps".into()).spawn(move || {
             let needed = progress::need_thread("the step loop");
-            let end = Driver::new(Arc::clone(&shared), cluster, config, seed).run();
+            let end = driver::run(Arc::clone(&shared), cluster, &config, seed);
             close(&shared, &end);
             result.send_replace(Some(end));
             needed.finish();

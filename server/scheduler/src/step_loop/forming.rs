@@ -3,7 +3,7 @@
 use expertd_types::{Slot, StepId};
 
 use super::spread::cut;
-use super::{Action, Callers, Request, Step, StepLoop};
+use super::{Action, Request, Step, StepLoop};
 use crate::queue::{AGED_STEP_INTERVAL, Take, Taken};
 use crate::{Failure, RequestKey, StepKind, Time};
 
@@ -20,14 +20,14 @@ enum Choice {
 
 impl StepLoop {
     /// Forms a step if there is work and a free slot. Returns whether it formed a step or dropped requests.
-    pub(super) fn form_step(&mut self, now: Time, callers: &impl Callers) -> bool {
+    pub(super) fn form_step(&mut self, now: Time, has_left: &impl Fn(RequestKey) -> bool) -> bool {
         match self.choose(now) {
             Some(Choice::Trial(kind)) => {
                 self.launch(kind, &[], true, now);
                 true
             }
-            Some(Choice::Suspect(key)) => self.form_alone(key, now, callers),
-            Some(Choice::Kind { kind, lead }) => self.form_shared(kind, lead, now, callers),
+            Some(Choice::Suspect(key)) => self.form_alone(key, now, has_left),
+            Some(Choice::Kind { kind, lead }) => self.form_shared(kind, lead, now, has_left),
             None => false,
         }
     }
@@ -97,7 +97,7 @@ impl StepLoop {
         kind: StepKind,
         lead: Option<RequestKey>,
         now: Time,
-        callers: &impl Callers,
+        has_left: &impl Fn(RequestKey) -> bool,
     ) -> bool {
         let limit = self.config.max_tokens_per_step;
         // A range has at least one row, so there can be too many ranges only if a rank accepts fewer ranges than rows.
@@ -106,12 +106,11 @@ impl StepLoop {
             if segments >= limit.div_ceil(self.config.ranks) { usize::MAX } else { segments.max(1) };
         let requests = &self.requests;
         // Deadlines and callers are checked only while a step forms; rows that are in a step are always computed.
-        let unwanted =
-            |key| requests.get(&key).is_none_or(|request| request.is_late(now) || callers.has_left(key));
+        let unwanted = |key| requests.get(&key).is_none_or(|request| request.is_late(now) || has_left(key));
         let Taken { takes, dropped, examined } = self.queue.take(kind, limit, max_takes, lead, unwanted);
         self.examined = examined;
         for key in dropped {
-            self.withdraw(key, now, callers);
+            self.withdraw(key, now, has_left);
         }
         if takes.is_empty() {
             return true;
@@ -121,15 +120,15 @@ impl StepLoop {
         true
     }
 
-    fn form_alone(&mut self, key: RequestKey, now: Time, callers: &impl Callers) -> bool {
+    fn form_alone(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) -> bool {
         let Some(request) = self.requests.get(&key) else {
             self.suspects.remove(&key);
             return true;
         };
         let (kind, waiting) = (request.kind, request.tokens - request.begun);
-        if request.is_late(now) || callers.has_left(key) {
+        if request.is_late(now) || has_left(key) {
             self.leave_suspects(key);
-            self.withdraw(key, now, callers);
+            self.withdraw(key, now, has_left);
             return true;
         }
         let tokens = waiting.min(self.config.max_tokens_per_step);
@@ -179,9 +178,9 @@ impl StepLoop {
 
     /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. While a step in flight names
     /// the request, ranks may still read its rows and write its output, so that it fails when its last step has ended.
-    fn withdraw(&mut self, key: RequestKey, now: Time, callers: &impl Callers) {
+    fn withdraw(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         let Some(request) = self.requests.get_mut(&key) else { return };
-        let failure = if request.is_late(now) && !callers.has_left(key) {
+        let failure = if request.is_late(now) && !has_left(key) {
             Failure::DeadlineExceeded
         } else {
             Failure::Cancelled
@@ -195,17 +194,17 @@ impl StepLoop {
     }
 
     /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are kept.
-    pub(super) fn sweep(&mut self, now: Time, callers: &impl Callers) {
+    pub(super) fn sweep(&mut self, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         self.next_sweep = now + super::SWEEP_INTERVAL;
         let unwanted = |(key, request): (&RequestKey, &Request)| {
-            let unwanted = !request.is_in_step() && (request.is_late(now) || callers.has_left(*key));
+            let unwanted = !request.is_in_step() && (request.is_late(now) || has_left(*key));
             unwanted.then_some(*key)
         };
         let mut keys: Vec<RequestKey> = self.requests.iter().filter_map(unwanted).collect();
         keys.sort_unstable();
         for key in keys {
             self.leave_queue(key);
-            self.withdraw(key, now, callers);
+            self.withdraw(key, now, has_left);
         }
     }
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use expertd_types::{Generation, WeightVersion};
 
-use super::{Action, End, GroupFault, GroupLife, OnFault, Request, ServiceState, StepLoop};
+use super::{Action, End, GroupLife, OnFault, Request, ServiceState, StepLoop};
 use crate::recovery::{GiveUp, Life, jittered};
-use crate::{Failure, RequestKey, StepKind, Time};
+use crate::{Failure, Fault, FaultKind, RequestKey, StepKind, Time};
 
 /// A request that lost this many steps runs alone.
 const SUSPECT_AFTER: u32 = 2;
@@ -113,7 +113,7 @@ impl StepLoop {
     }
 
     /// Event: a generation has ended by a fault, or could not start. The event is ignored if the generation has already ended.
-    pub fn group_ended(&mut self, generation: Generation, fault: &GroupFault, now: Time) {
+    pub fn group_ended(&mut self, generation: Generation, fault: &Fault, now: Time) {
         if self.ending.is_some() || self.has_ended {
             return;
         }
@@ -290,7 +290,7 @@ impl StepLoop {
 }
 
 impl GiveUp {
-    fn end(self, fault: &GroupFault) -> End {
+    fn end(self, fault: &Fault) -> End {
         let message = match self {
             GiveUp::Unready(ends) => {
                 format!(
@@ -305,6 +305,6 @@ impl GiveUp {
                 )
             }
         };
-        if fault.is_load { End::LoadFailed(message) } else { End::SetupFailed(message) }
+        if fault.kind == FaultKind::Load { End::LoadFailed(message) } else { End::SetupFailed(message) }
     }
 }

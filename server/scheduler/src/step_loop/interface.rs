@@ -78,15 +78,6 @@ pub enum End {
     SetupFailed(String),
 }
 
-/// Why a generation ended, or could not start.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GroupFault {
-    /// Whether weights could not be loaded.
-    pub is_load: bool,
-    /// Description of the fault.
-    pub message: String,
-}
-
 /// Rows of one request that one rank computes in one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankRows {
@@ -173,16 +164,4 @@ pub enum Action {
     },
     /// Let the ranks leave, and end the service. No action follows.
     End(End),
-}
-
-/// The state of the callers of requests.
-pub trait Callers {
-    /// Whether the caller of a request has left.
-    fn has_left(&self, key: RequestKey) -> bool;
-}
-
-impl<F: Fn(RequestKey) -> bool> Callers for F {
-    fn has_left(&self, key: RequestKey) -> bool {
-        self(key)
-    }
 }

@@ -3,23 +3,10 @@
 use std::os::fd::BorrowedFd;
 
 use expertd_ipc::control::{MemoryKind, ToRank};
+use expertd_scheduler::AttachAnswer;
 use expertd_types::{MemoryId, Rank};
 
 use super::Group;
-use crate::attachments::Answer as AttachAnswer;
-
-/// The answer of a rank to an order about a client's memory.
-#[derive(Debug)]
-pub(crate) struct AttachNews {
-    /// The rank.
-    pub rank: Rank,
-    /// The memory.
-    pub memory: MemoryId,
-    /// The answer.
-    pub(crate) answer: AttachAnswer,
-    /// Why the memory is not attached.
-    pub error: Option<String>,
-}
 
 impl Group {
     /// Sends a client's memory to every rank.
@@ -37,7 +24,7 @@ impl Group {
     }
 
     /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
-    pub(crate) fn take_attach_answer(&mut self) -> Option<AttachNews> {
+    pub(crate) fn take_attach_answer(&mut self) -> Option<(Rank, MemoryId, AttachAnswer)> {
         self.attach_answers.pop_front()
     }
 }

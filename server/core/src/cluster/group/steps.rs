@@ -4,10 +4,11 @@ use std::time::Instant;
 
 use bytemuck::Zeroable as _;
 use expertd_ipc::{Completion, FormingStep, StagedRows, StepDescriptor};
+use expertd_scheduler::{Fault, FaultKind};
 use expertd_types::{LayerId, Phase, Rank, Slot, StepId};
 
 use super::Group;
-use crate::cluster::fault::{Fault, FaultKind};
+use crate::cluster::fault::channel_fault;
 use crate::cluster::observed::ObservedTime;
 
 /// A step that not every rank has completed.
@@ -94,7 +95,7 @@ impl Group {
             top_k: top_k as u32,
             ..StepDescriptor::zeroed()
         };
-        self.channel.launch(&common)?;
+        self.channel.launch(&common).map_err(channel_fault)?;
         if self.in_flight.is_empty() {
             self.front_time = ObservedTime::start(Instant::now());
         }

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use expertd_ipc::{MAX_RAISES, Raise, RowSource};
-use expertd_scheduler::{RankRows, RequestKey};
+use expertd_ipc::{MAX_RAISES, Raise};
+use expertd_scheduler::{Fault, RankRows, RequestKey, Step, Time};
 use expertd_types::StepId;
 
-use super::{Driver, Launched};
+use super::{Launched, Processes};
 use crate::backend::{PhaseTimes, StepTiming};
-use crate::cluster::{Fault, Group, StepDone};
+use crate::cluster::{StepDone, channel_fault};
 use crate::steps::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
 use crate::steps::caller::Raising;
 
@@ -21,23 +21,12 @@ pub(super) struct Unrecorded {
     tokens_per_rank: Vec<usize>,
 }
 
-impl Driver {
-    /// Copies the rows of the newest step to its slot and launches it.
-    pub(super) fn launch(&mut self, id: StepId) {
-        let Some(generation) = self.group.as_ref().map(Group::generation) else { return };
-        if let Err(fault) = self.try_launch(id) {
-            self.fault(generation, &fault);
-        }
-    }
-
-    fn try_launch(&mut self, id: StepId) -> Result<(), Fault> {
-        let Driver {
-            group: Some(group), step_loop, active, launched, copier, shared, cluster, memories, ..
-        } = self
-        else {
+impl Processes {
+    /// Copies the rows of a step to its slot and launches it.
+    pub(super) fn stage(&mut self, step: &Step) -> Result<(), Fault> {
+        let Processes { group: Some(group), active, launched, copier, shared, cluster, .. } = self else {
             return Ok(());
         };
-        let Some(step) = step_loop.in_flight().back().filter(|step| step.id == id) else { return Ok(()) };
         let formed = Instant::now();
         let mut tokens_per_rank = vec![0; cluster.shape.ranks as usize];
         for range in &step.rows {
@@ -48,18 +37,15 @@ impl Driver {
         let trial = is_trial.then(|| TrialRow::new(cluster.shape.hidden, top_k));
         let routed_by_gate = shared.top_k(step.kind.layer) == Some(top_k);
         let mut forming = group.begin(step.slot, top_k);
-        let (mut staged, mut in_place) = (Vec::with_capacity(step.rows.len()), Vec::new());
+        let mut staged = Vec::with_capacity(step.rows.len());
         for range in &step.rows {
             if let Some(trial) = trial.as_ref().filter(|_| range.key == RequestKey::TRIAL) {
-                staged.push((range.key, forming.stage(range.rank, &trial.rows(routed_by_gate))?));
+                let rows = trial.rows(routed_by_gate);
+                staged.push((range.key, forming.stage(range.rank, &rows).map_err(channel_fault)?));
             }
             let Some(active) = active.get(&range.key) else { continue };
             let rows = active.rows(range.rows.clone());
-            if let RowSource::Attached(rows) = rows.rows {
-                memories.expect_attached(rows.memory)?;
-                in_place.push(rows.memory);
-            }
-            staged.push((range.key, forming.stage(range.rank, &rows)?));
+            staged.push((range.key, forming.stage(range.rank, &rows).map_err(channel_fault)?));
         }
         // Words are raised in the order of steps, so that the router knows after a fault which calls are complete.
         let raises = match launched.iter().all(|earlier| earlier.raises) {
@@ -67,34 +53,23 @@ impl Driver {
             false => None,
         };
         for raise in raises.iter().flatten() {
-            forming.raise(*raise)?;
+            forming.raise(*raise).map_err(channel_fault)?;
         }
         let raises = raises.is_some();
         forming.copy(copier);
-        group.launch(id, step.slot, step.kind.layer, top_k, step.tokens, raises)?;
-        tracing::debug!(step = %id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
-        in_place.iter().for_each(|memory| memories.attachments.launched(*memory));
-        let memories = in_place;
-        self.launched.push_back(Launched {
-            step: id,
-            top_k,
-            formed,
-            staged,
-            tokens_per_rank,
-            memories,
-            raises,
-        });
+        group.launch(step.id, step.slot, step.kind.layer, top_k, step.tokens, raises)?;
+        tracing::debug!(step = %step.id, layer = %step.kind.layer, tokens = step.tokens, ranges = step.rows.len(), "step launched");
+        launched.push_back(Launched { step: step.id, top_k, formed, staged, tokens_per_rank, raises });
         self.shared.note_steps(true);
         Ok(())
     }
 
-    /// Appends the rows of a completed step to its requests' answers, and reports the step to the state machine.
-    pub(super) fn collect(&mut self, done: StepDone) {
-        let Some(launched) = self.launched.pop_front() else { return };
+    /// Appends the rows of a completed step to its requests' answers. Returns when the step ended.
+    pub(super) fn keep_rows(&mut self, done: StepDone) -> Option<(StepId, Time)> {
+        let launched = self.launched.pop_front()?;
         self.shared.note_steps(!self.launched.is_empty());
         debug_assert_eq!(launched.step, done.step, "steps complete in order");
-        launched.memories.iter().for_each(|memory| self.memories.attachments.ended(*memory));
-        let Some(group) = &self.group else { return };
+        let group = self.group.as_ref()?;
         // The time of a step ends here; copying its rows to the answers is not part of it.
         let now = Instant::now();
         let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
@@ -139,10 +114,10 @@ impl Driver {
                 active.put_output(output);
             }
         }
-        self.step_loop.step_done(group.generation(), done.step, self.shared.time(now));
         self.shared.steps_total.fetch_add(1, Ordering::Relaxed);
-        let (elapsed, tokens_per_rank) = (now - launched.formed, launched.tokens_per_rank);
-        self.unrecorded.push(Unrecorded { done, elapsed, tokens_per_rank });
+        let (step, elapsed) = (done.step, now - launched.formed);
+        self.unrecorded.push(Unrecorded { done, elapsed, tokens_per_rank: launched.tokens_per_rank });
+        Some((step, self.shared.time(now)))
     }
 
     /// Records the metrics of completed steps, whose requests are answered by now: callers do not wait for it.

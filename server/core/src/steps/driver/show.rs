@@ -2,11 +2,12 @@
 
 use std::sync::PoisonError;
 
-use super::Driver;
-use crate::backend::{RankState, RankStatus};
-use crate::cluster::FaultKind;
-use expertd_telemetry::names;
+use expertd_scheduler::{FaultKind, StepLoop};
 use expertd_types::Rank;
+
+use super::Processes;
+use crate::backend::{RankState, RankStatus};
+use expertd_telemetry::names;
 
 /// The queue's counts at their last publication.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,23 +17,25 @@ pub(super) struct Shown {
     requests_in_step: usize,
 }
 
-impl Driver {
-    fn counts(&self) -> Shown {
+impl Shown {
+    fn of(steps: &StepLoop) -> Shown {
         Shown {
-            queued_tokens: self.step_loop.queued_tokens(),
-            requests_queued: self.step_loop.requests_queued(),
-            requests_in_step: self.step_loop.requests_in_step(),
+            queued_tokens: steps.queued_tokens(),
+            requests_queued: steps.requests_queued(),
+            requests_in_step: steps.requests_in_step(),
         }
     }
+}
 
+impl Processes {
     /// Whether a completed step or the queue's counts are to be published.
-    pub(super) fn has_unpublished(&self) -> bool {
-        !self.unrecorded.is_empty() || self.counts() != self.shown
+    pub(super) fn has_unpublished(&self, steps: &StepLoop) -> bool {
+        !self.unrecorded.is_empty() || Shown::of(steps) != self.shown
     }
 
     /// Publishes the queue's counts if they have changed.
-    pub(super) fn show_queue(&mut self) {
-        let counts = self.counts();
+    pub(super) fn show_queue(&mut self, steps: &StepLoop) {
+        let counts = Shown::of(steps);
         if counts == self.shown {
             return;
         }
@@ -45,8 +48,9 @@ impl Driver {
     }
 
     pub(super) fn show_ranks(&self) {
-        let ranks = match (&self.group, &self.loading) {
-            (None, Some((_, loading))) => (0..)
+        let loading = self.loading.as_ref().filter(|loading| !loading.is_in_background());
+        let ranks = match (&self.group, loading) {
+            (None, Some(loading)) => (0..)
                 .zip(loading.views())
                 .map(|(rank, view)| RankStatus {
                     rank: Rank(rank),
@@ -87,6 +91,11 @@ impl Driver {
                 .collect(),
         };
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).ranks = ranks;
+    }
+
+    /// Publishes the progress of a reload.
+    pub(super) fn show_reload(&self, progress: Option<(u64, u64)>) {
+        self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).reload = progress;
     }
 }
 

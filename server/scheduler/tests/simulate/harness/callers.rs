@@ -1,7 +1,7 @@
 //! The callers of a schedule, each with the expected state of its request.
 
 use expertd_scheduler::{RequestKey, StepKind, Time};
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_types::{Generation, MemoryId, StepId, WeightVersion};
 
 /// An admitted request, with the state that an observer outside the step loop can see.
 #[derive(Clone, Debug)]
@@ -13,6 +13,10 @@ pub struct Caller {
     pub deadline: Option<Time>,
     pub admitted: Time,
     pub is_poison: bool,
+    /// The memory of its session.
+    pub memory: Option<MemoryId>,
+    /// Whether a rank has told it that it has ended, whatever the router knows.
+    pub is_told: bool,
     /// The only version that may compute its answer.
     pub expected: Option<WeightVersion>,
     /// Whether the next request of the client follows the answer.

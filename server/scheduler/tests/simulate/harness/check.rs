@@ -1,8 +1,10 @@
-//! Invariants of admissions, actions and answers.
+//! Invariants of admissions, answers, failures, drains and ends.
 
 use std::time::Duration;
 
-use expertd_scheduler::{Action, End, Failure, OnFault, Refusal, RequestKey, ServiceState, Submission};
+use expertd_scheduler::{
+    End, Failure, OnFault, Receipt, Refusal, RequestKey, ServiceState, StepLoop, Submission,
+};
 use expertd_types::Generation;
 
 use super::callers::Caller;
@@ -43,18 +45,22 @@ impl World {
 
     /// Checks that the reason of a refusal is true.
     pub(super) fn check_refusal(
-        &self,
+        &mut self,
         submission: &Submission,
         queued: usize,
         refusal: &Refusal,
     ) -> Result<(), String> {
+        // The inbox is told before the state is shown.
+        let is_for_good =
+            matches!(refusal, Refusal::NotReady { reason, .. } if reason.contains("needs a restart"));
+        self.is_said_to_fail |= is_for_good;
         let is_true = match refusal {
             Refusal::Overloaded { .. } => {
                 queued > 0 && queued + submission.tokens > self.schedule.max_queued_tokens
             }
             Refusal::Draining => self.drain.is_some(),
             Refusal::NotReady { .. } => {
-                !self.is_told_open || !self.is_told_serving && submission.deadline.is_some()
+                is_for_good || !self.is_told_open || !self.is_told_serving && submission.deadline.is_some()
             }
             Refusal::DeadlineExceeded => submission.deadline.is_some_and(|deadline| deadline <= self.now),
         };
@@ -85,14 +91,11 @@ impl World {
         Ok(())
     }
 
-    /// Checks the step loop's counts against the callers' state, if no decided action waits to be carried out.
-    pub(super) fn check_counts(&self) -> Result<(), String> {
-        if self.step_loop.has_actions() {
-            return Ok(());
-        }
+    /// Checks the step loop's counts against the callers' state, when every decided action is carried out.
+    pub(super) fn check_counts(&self, steps: &StepLoop) -> Result<(), String> {
         let (mut waiting, mut incoming, mut in_step, mut received) = (0, 0, 0, 0);
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if self.step_loop.is_withdrawn(caller.key) {
+            if steps.is_withdrawn(caller.key) {
                 ensure!(
                     caller.is_in_step() && caller.is_unwanted(self.now),
                     "request {} is withdrawn, but is in no step or wanted",
@@ -108,18 +111,18 @@ impl World {
                 incoming += caller.tokens;
             }
         }
-        let queued = self.step_loop.queued_tokens();
+        let queued = steps.queued_tokens();
         ensure!(queued == waiting, "{queued} queued rows are counted, but {waiting} are queued");
         let counted = self.inbox.incoming_tokens();
         ensure!(counted == incoming, "{counted} incoming rows are counted, but there are {incoming}");
-        if !self.step_loop.has_news_for_inbox(self.now) {
+        if !steps.has_news_for_inbox(self.now) {
             let told = self.inbox.queued_tokens();
             ensure!(
                 told == waiting + incoming,
                 "admission counts {told} waiting rows, but {waiting} + {incoming} wait"
             );
         }
-        let counted = (self.step_loop.requests_in_step(), self.step_loop.requests_queued());
+        let counted = (steps.requests_in_step(), steps.requests_queued());
         let are = (in_step, received - in_step);
         ensure!(
             counted == are,
@@ -129,97 +132,64 @@ impl World {
     }
 
     /// Checks that no rank may still read the rows of a request or write its output: every step that names it has ended on all ranks,
-    /// or its ranks have been reaped.
+    /// or the ranks have been reaped.
     fn check_unused(&self, key: RequestKey) -> Result<(), String> {
-        let steps = self.ranks.iter().flat_map(|ranks| &ranks.steps).filter(|step| !step.is_done);
-        let mut naming = steps.filter(|step| step.step.rows.iter().any(|range| range.key == key));
-        match naming.next() {
+        let ranks = self.ranks.iter().filter(|ranks| !ranks.is_killed);
+        let mut steps = ranks.flat_map(|ranks| &ranks.steps).filter(|step| !step.is_done);
+        match steps.find(|step| step.step.rows.iter().any(|range| range.key == key)) {
             None => Ok(()),
             Some(step) => Err(format!("request {key} ends while step {} is in flight", step.step.id)),
         }
     }
 
-    pub(super) fn check_action(&mut self, action: &Action) -> Result<(), String> {
-        ensure!(self.end.is_none(), "an action follows the end");
-        if let Action::Answer { key, .. } | Action::Fail { key, .. } = action {
-            self.check_unused(*key)?;
-        }
-        match action {
-            Action::FormGroup { generation } => self.check_forming(*generation),
-            Action::Answer { key, receipt } => {
-                let caller = self.caller(*key)?;
-                ensure!(!caller.is_answered, "request {key} is answered twice");
-                ensure!(caller.completed == caller.tokens, "request {key} is answered before it is complete");
-                ensure!(!caller.is_mixed, "request {key} has rows of several weight versions");
-                let computed = (caller.generation, caller.version);
-                ensure!(
-                    computed == (Some(receipt.generation), Some(receipt.weight_version)),
-                    "request {key} was computed by {computed:?}, but its receipt says {} and {}",
-                    receipt.generation,
-                    receipt.weight_version
-                );
-                ensure!(
-                    caller.expected.is_none_or(|expected| expected == receipt.weight_version),
-                    "request {key} expects version {:?} and is answered by {}",
-                    caller.expected,
-                    receipt.weight_version
-                );
-                ensure!(receipt.steps == caller.steps, "request {key}: steps {:?}", receipt.steps);
-                let tokens: u32 = receipt.tokens_per_rank.iter().sum();
-                ensure!(tokens as usize == caller.tokens, "request {key}: its receipt counts {tokens} rows");
-                let (lost, split) = (caller.lost > 0, caller.steps.len() > 1);
-                self.seen.answers += 1;
-                self.seen.answers_after_a_lost_step += u64::from(lost);
-                self.seen.split_requests_answered += u64::from(split);
-                Ok(())
-            }
-            Action::Fail { key, failure } => self.check_failure(*key, failure),
-            Action::Restart { key } => {
-                let caller = self.caller(*key)?;
-                let loaded = self.told.serving.map(|(_, version)| version);
-                ensure!(
-                    caller.completed > 0 && caller.version != loaded,
-                    "request {key} starts again without need"
-                );
-                self.seen.restarts += 1;
-                Ok(())
-            }
-            Action::ReportDrain { requests_dropped } => {
-                ensure!(self.drain.is_some(), "a drain is reported that was not asked for");
-                ensure!(!self.drain_reported, "a drain is reported twice");
-                self.seen.drains_timed_out += u64::from(*requests_dropped > 0);
-                Ok(())
-            }
-            Action::End(end) => {
-                ensure!(self.open.is_empty(), "{} requests have no answer at the end", self.open.len());
-                // A drain that is requested after the last exchange finds that the service has ended.
-                ensure!(
-                    !self.is_told_drain || self.drain_reported,
-                    "the end comes before the drain's report"
-                );
-                match end {
-                    End::Drained => self.seen.drains += 1,
-                    End::SetupFailed(message) if message.contains("row of zeros") => {
-                        ensure!(
-                            self.trials_lost >= 2,
-                            "a layer is to blame after {} trials",
-                            self.trials_lost
-                        );
-                        self.seen.layers_blamed += 1;
-                        self.seen.gave_up += 1;
-                    }
-                    _ => self.seen.gave_up += 1,
-                }
-                Ok(())
-            }
-            Action::Launch { .. } | Action::Show { .. } | Action::EndGroup { .. } => Ok(()),
-        }
+    pub(super) fn check_answer(&mut self, key: RequestKey, receipt: &Receipt) -> Result<(), String> {
+        self.check_unused(key)?;
+        let caller = self.caller(key)?;
+        ensure!(!caller.is_answered, "request {key} is answered twice");
+        ensure!(caller.completed == caller.tokens, "request {key} is answered before it is complete");
+        ensure!(!caller.is_mixed, "request {key} has rows of several weight versions");
+        let computed = (caller.generation, caller.version);
+        ensure!(
+            computed == (Some(receipt.generation), Some(receipt.weight_version)),
+            "request {key} was computed by {computed:?}, but its receipt says {} and {}",
+            receipt.generation,
+            receipt.weight_version
+        );
+        ensure!(
+            caller.expected.is_none_or(|expected| expected == receipt.weight_version),
+            "request {key} expects version {:?} and is answered by {}",
+            caller.expected,
+            receipt.weight_version
+        );
+        ensure!(receipt.steps == caller.steps, "request {key}: steps {:?}", receipt.steps);
+        let tokens: u32 = receipt.tokens_per_rank.iter().sum();
+        ensure!(tokens as usize == caller.tokens, "request {key}: its receipt counts {tokens} rows");
+        let (lost, split) = (caller.lost > 0, caller.steps.len() > 1);
+        self.seen.answers += 1;
+        self.seen.answers_after_a_lost_step += u64::from(lost);
+        self.seen.split_requests_answered += u64::from(split);
+        Ok(())
     }
 
-    fn check_forming(&mut self, generation: Generation) -> Result<(), String> {
+    pub(super) fn check_restart(&mut self, key: RequestKey) -> Result<(), String> {
+        let caller = self.caller(key)?;
+        let loaded = self.told.serving.map(|(_, version)| version);
+        ensure!(caller.completed > 0 && caller.version != loaded, "request {key} starts again without need");
+        self.seen.restarts += 1;
+        Ok(())
+    }
+
+    pub(super) fn check_drain_report(&mut self, requests_dropped: u64) -> Result<(), String> {
+        ensure!(self.drain.is_some(), "a drain is reported that was not asked for");
+        ensure!(!self.drain_reported, "a drain is reported twice");
+        self.seen.drains_timed_out += u64::from(requests_dropped > 0);
+        Ok(())
+    }
+
+    pub(super) fn check_forming(&mut self, generation: Generation) -> Result<(), String> {
         let told = &self.told;
         ensure!(self.shown != ServiceState::Failed, "generation {generation} forms after the service failed");
-        let pause = self.now.since(told.ended_at);
+        let pause = self.asked.get().since(told.ended_at);
         ensure!(
             pause >= told.pause,
             "generation {generation} forms {pause:?} after the end of the last one, {:?} are due after {} short lives",
@@ -236,10 +206,11 @@ impl World {
         Ok(())
     }
 
-    fn check_failure(&mut self, key: RequestKey, failure: &Failure) -> Result<(), String> {
+    pub(super) fn check_failure(&mut self, key: RequestKey, failure: &Failure) -> Result<(), String> {
+        self.check_unused(key)?;
         let caller = self.caller(key)?.clone();
         ensure!(!caller.is_answered, "request {key} is answered twice");
-        self.seen.withdrawn += u64::from(caller.was_withdrawn);
+        self.seen.withdrawn_while_in_a_step += u64::from(caller.was_withdrawn);
         match failure {
             Failure::Cancelled => {
                 ensure!(caller.left.is_some(), "request {key} is cancelled, but its caller has not left");
@@ -268,7 +239,7 @@ impl World {
                     "request {key} expects {:?} and fails because {expected} is not {loaded}",
                     caller.expected
                 );
-                self.seen.other_weights += 1;
+                self.seen.expected_other_weights += 1;
             }
             Failure::Unavailable { retry_after, .. } => {
                 let drained = self.drain.is_some_and(|deadline| deadline <= self.now);
@@ -287,9 +258,26 @@ impl World {
         Ok(())
     }
 
-    /// Checks that after the end every request has its answer and nothing is admitted.
-    pub(super) fn check_end(&mut self) -> Result<(), String> {
-        ensure!(self.open.is_empty(), "{} requests were never answered", self.open.len());
+    /// Checks that after the end every request has its answer, and that nothing follows.
+    pub(super) fn check_end(&mut self, steps: &mut StepLoop, end: End) -> Result<(), String> {
+        self.note(|| format!("    the service ends: {end:?}"));
+        ensure!(self.open.is_empty(), "{} requests have no answer at the end", self.open.len());
+        let has_failed = self.shown == ServiceState::Failed;
+        ensure!(
+            has_failed || !self.is_said_to_fail,
+            "callers were told of a failure, and the end is {end:?}"
+        );
+        // A drain that is requested after the last exchange finds that the service has ended.
+        ensure!(!self.is_told_drain || self.drain_reported, "the end comes before the drain's report");
+        match &end {
+            End::Drained => self.seen.drains += 1,
+            End::SetupFailed(message) if message.contains("row of zeros") => {
+                ensure!(self.trials_lost >= 2, "a layer is to blame after {} trials", self.trials_lost);
+                self.seen.layers_blamed += 1;
+                self.seen.gave_up += 1;
+            }
+            _ => self.seen.gave_up += 1,
+        }
         let submission = Submission {
             client: expertd_scheduler::ClientKey(1),
             kind: self.schedule.kinds[0],
@@ -300,7 +288,7 @@ impl World {
         let admitted = self.inbox.submit(self.now, submission, 0);
         ensure!(admitted.is_err(), "a request was admitted after the end");
         let later = self.now + Duration::from_secs(600);
-        let action = self.step_loop.poll(later, &|_: RequestKey| false);
+        let action = steps.poll(later, &|_: RequestKey| false);
         ensure!(action.is_none(), "an action follows the end: {action:?}");
         Ok(())
     }

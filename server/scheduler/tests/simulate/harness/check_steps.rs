@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use expertd_scheduler::{
-    AGED_STEP_INTERVAL, MAX_SKIPPED, RequestKey, SWEEP_INTERVAL, ServiceState, Step, StepKind, Time, spread,
+    AGED_STEP_INTERVAL, MAX_SKIPPED, RequestKey, SWEEP_INTERVAL, ServiceState, Step, StepKind, StepLoop,
+    Time, spread,
 };
 use expertd_types::{Generation, StepId};
 
@@ -17,9 +18,14 @@ pub(super) fn is_trial(step: &Step) -> bool {
     step.rows.iter().any(|range| range.key == RequestKey::TRIAL)
 }
 
+/// Whether rows of a request wait for a step.
+fn waits(steps: &StepLoop, caller: &Caller) -> bool {
+    caller.waits() && !steps.is_withdrawn(caller.key)
+}
+
 impl World {
     /// Checks that a step exceeds no limit, and that each row is in one place.
-    pub(super) fn check_step(&self, step: &Step) -> Result<(), String> {
+    pub(super) fn check_step(&mut self, step: &Step) -> Result<(), String> {
         let config = &self.schedule.config;
         let in_flight = &self.told.in_flight;
         let id = step.id;
@@ -69,7 +75,7 @@ impl World {
             ensure!(caller.kind == step.kind, "step {id} mixes kinds");
             ensure!(caller.left.is_none(), "step {id} computes request {}, whose caller left", range.key);
             ensure!(
-                caller.deadline.is_none_or(|deadline| deadline > self.now),
+                caller.deadline.is_none_or(|deadline| deadline > self.asked.get()),
                 "step {id} computes request {}, which is late",
                 range.key
             );
@@ -106,12 +112,18 @@ impl World {
                 "step {id} forms with {waiting} rows while an experts phase runs"
             );
         }
-        let examined = self.step_loop.entries_examined();
+        self.examined = (!step.is_alone).then_some((id, taken.len()));
+        Ok(())
+    }
+
+    /// Checks that not every entry of the queue was examined to form the last step of this round.
+    fn check_examined(&mut self, steps: &StepLoop) -> Result<(), String> {
+        let Some((id, requests)) = self.examined.take() else { return Ok(()) };
+        let examined = steps.entries_examined();
         let dropped = self.callers.iter().filter(|caller| caller.left.is_some() || caller.deadline.is_some());
         ensure!(
-            step.is_alone || examined <= taken.len() + MAX_SKIPPED + dropped.count(),
-            "to form step {id} of {} requests, {examined} queue entries were examined",
-            taken.len()
+            examined <= requests + MAX_SKIPPED + dropped.count(),
+            "to form step {id} of {requests} requests, {examined} queue entries were examined"
         );
         Ok(())
     }
@@ -153,17 +165,32 @@ impl World {
         }
     }
 
-    /// Checks the state when the step loop has nothing to do.
-    pub(super) fn check_rest(&self) -> Result<(), String> {
-        self.check_counts()?;
+    /// Checks the state after a round, when the step loop has nothing to do.
+    pub(super) fn check_round(&mut self, steps: &StepLoop) -> Result<(), String> {
+        for index in &self.open {
+            let caller = &mut self.callers[*index];
+            caller.was_withdrawn |= steps.is_withdrawn(caller.key);
+        }
+        self.check_counts(steps)?;
+        self.check_examined(steps)?;
+        self.check_waiting_generation()?;
+        self.check_ready_generation()?;
+        self.check_rest(steps)?;
+        self.check_work_is_done(steps)?;
+        (self.dropped_tokens, self.is_just_ready, self.heard_fault) = (0, false, false);
+        Ok(())
+    }
+
+    fn check_rest(&self, steps: &StepLoop) -> Result<(), String> {
+        let now = self.asked.get();
         if let Some(deadline) = self.drain
-            && self.now >= deadline
+            && now >= deadline
         {
             // The thread learns of a drain, and closes admission, at the next exchange.
-            let is_told = !self.inbox.has_mail() && !self.step_loop.has_news_for_inbox(self.now);
+            let is_told = !self.inbox.has_mail() && !steps.has_news_for_inbox(now);
             ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
         }
-        let state = if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
+        let state = if steps.has_news_for_inbox(now) || self.inbox.has_mail() {
             self.shown
         } else if self.shown == ServiceState::Failed {
             return Ok(());
@@ -181,48 +208,43 @@ impl World {
             if !caller.is_received || caller.is_in_step() {
                 continue;
             }
-            let too_long = |since| self.now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
+            let too_long = |since| now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
             ensure!(
                 !caller.deadline.is_some_and(too_long) && !caller.left.is_some_and(too_long),
                 "request {} has been unwanted for a long time, but is not dropped",
                 caller.key
             );
         }
-        self.check_work_is_done()
+        Ok(())
     }
 
     /// Checks that the thread does not sleep past a time at which something is due.
-    pub(super) fn check_sleep(&self, until: Time) -> Result<(), String> {
-        if self.step_loop.has_news_for_inbox(self.now) || self.inbox.has_mail() {
+    pub(super) fn check_sleep(&self, steps: &StepLoop, until: Time) -> Result<(), String> {
+        if self.inbox.has_mail() {
             return Ok(());
         }
-        let config = &self.schedule.config;
-        let mut due = self.now + SWEEP_INTERVAL;
+        let (config, now) = (&self.schedule.config, self.asked.get());
+        let mut due = now + SWEEP_INTERVAL;
         due = self.drain.map_or(due, |deadline| due.min(deadline));
-        if self.step_loop.generation().is_none() {
+        if steps.generation().is_none() {
             due = due.min(self.told.ended_at + self.told.pause);
         }
         let can_form = self.told.in_flight.len() < config.slots
             && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
         if self.told.serving.is_some() && can_form && !self.told.is_replaced {
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
-                if caller.is_received && self.waits(caller) && caller.lost == 0 {
+                if caller.is_received && waits(steps, caller) && caller.lost == 0 {
                     due = due.min(caller.admitted + config.max_wait);
                 }
             }
         }
-        ensure!(until <= due.max(self.now), "the thread sleeps {:?} too long", until.since(due));
+        ensure!(until <= due.max(now), "the thread sleeps {:?} too long", until.since(due));
         Ok(())
     }
 
-    /// Whether rows of a request wait for a step.
-    fn waits(&self, caller: &Caller) -> bool {
-        caller.waits() && !self.step_loop.is_withdrawn(caller.key)
-    }
-
     /// Checks that no request waits while a step could be formed from it.
-    fn check_work_is_done(&self) -> Result<(), String> {
-        let config = &self.schedule.config;
+    fn check_work_is_done(&self, steps: &StepLoop) -> Result<(), String> {
+        let (config, now) = (&self.schedule.config, self.asked.get());
         let in_flight = &self.told.in_flight;
         if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
             return Ok(());
@@ -233,7 +255,7 @@ impl World {
         }
         let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if !caller.is_received || !self.waits(caller) {
+            if !caller.is_received || !waits(steps, caller) {
                 continue;
             }
             if caller.lost >= 2 {
@@ -242,7 +264,7 @@ impl World {
             }
             let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
             *tokens += caller.waiting_tokens();
-            *is_ripe |= self.now >= caller.admitted + config.max_wait;
+            *is_ripe |= now >= caller.admitted + config.max_wait;
         }
         let is_draining = self.drain.is_some() && !self.inbox.has_mail();
         let (may_form, may_form_full) = match in_flight.back() {
@@ -265,7 +287,8 @@ impl World {
     }
 
     /// Notes that a generation ends. One that no fault ended is being replaced, and has no step in flight.
-    pub(super) fn note_replaced(&mut self, generation: Generation) -> Result<(), String> {
+    pub(super) fn note_replaced(&mut self) -> Result<(), String> {
+        let Some(generation) = self.told.group.take() else { return Ok(()) };
         let ends_drain = self.drain.is_some_and(|deadline| deadline <= self.now);
         if !self.told.is_replaced || ends_drain && !self.told.in_flight.is_empty() {
             return Ok(());
@@ -311,9 +334,9 @@ impl World {
         }
     }
 
-    /// Notes that the step loop is told of the end of a generation.
-    pub(super) fn note_ended(&mut self, generation: Generation) {
-        if self.step_loop.generation() != Some(generation) {
+    /// Notes that the step loop is told that the generation has ended by a fault.
+    pub(super) fn note_ended(&mut self) {
+        if self.told.group.take().is_none() {
             return;
         }
         self.seen.faults += 1;

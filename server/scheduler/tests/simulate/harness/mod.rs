@@ -2,12 +2,16 @@
 
 mod callers;
 mod check;
+mod check_memories;
 mod check_steps;
+mod check_weights;
+mod inputs;
+mod machine;
 mod random;
 mod ranks;
 mod schedule;
+mod sessions;
 mod shares;
-mod thread;
 mod world;
 
 use std::fmt;
@@ -15,61 +19,67 @@ use std::fmt;
 use self::schedule::{Input, Schedule};
 use self::world::World;
 
-/// Counts of the events that schedules are meant to cause.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Seen {
-    answers: u64,
-    split_requests_answered: u64,
-    steps: u64,
-    faults: u64,
-    steps_lost: u64,
-    answers_after_a_lost_step: u64,
-    restarts: u64,
-    poisoned: u64,
-    unavailable: u64,
-    late: u64,
-    withdrawn: u64,
-    cancelled: u64,
-    overloaded: u64,
-    admitted_while_reforming: u64,
-    drains: u64,
-    drains_timed_out: u64,
-    gave_up: u64,
-    replacements: u64,
-    other_weights: u64,
-    trials: u64,
-    layers_blamed: u64,
+macro_rules! seen {
+    ($($name:ident),+) => {
+        /// Counts of the events that schedules are meant to cause.
+        #[derive(Clone, Copy, Debug, Default)]
+        pub struct Seen {
+            $($name: u64,)+
+        }
+
+        impl Seen {
+            /// Each count with its name.
+            #[allow(dead_code, reason = "the example prints them all instead")]
+            pub fn all(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),+]
+            }
+
+            fn add_to(&self, sum: &mut Seen) {
+                $(sum.$name += self.$name;)+
+            }
+        }
+    };
 }
 
-impl Seen {
-    /// Each count with its name.
-    #[allow(dead_code, reason = "the example prints them all instead")]
-    pub fn all(&self) -> [(&'static str, u64); 21] {
-        [
-            ("answers", self.answers),
-            ("split requests answered", self.split_requests_answered),
-            ("steps", self.steps),
-            ("faults", self.faults),
-            ("steps lost", self.steps_lost),
-            ("answers after a lost step", self.answers_after_a_lost_step),
-            ("restarts", self.restarts),
-            ("poisoned", self.poisoned),
-            ("unavailable", self.unavailable),
-            ("late", self.late),
-            ("withdrawn while in a step", self.withdrawn),
-            ("cancelled", self.cancelled),
-            ("overloaded", self.overloaded),
-            ("admitted while re-forming", self.admitted_while_reforming),
-            ("drains", self.drains),
-            ("drains timed out", self.drains_timed_out),
-            ("gave up", self.gave_up),
-            ("replacements", self.replacements),
-            ("expected other weights", self.other_weights),
-            ("trials", self.trials),
-            ("layers blamed", self.layers_blamed),
-        ]
-    }
-}
+seen!(
+    answers,
+    split_requests_answered,
+    steps,
+    faults,
+    steps_lost,
+    answers_after_a_lost_step,
+    restarts,
+    poisoned,
+    unavailable,
+    late,
+    withdrawn_while_in_a_step,
+    cancelled,
+    overloaded,
+    admitted_while_reforming,
+    drains,
+    drains_timed_out,
+    gave_up,
+    replacements,
+    expected_other_weights,
+    trials,
+    layers_blamed,
+    reloads,
+    reloads_that_dropped_first,
+    reloads_refused,
+    reloads_that_could_not_load,
+    loaded_again,
+    new_weights_never_served,
+    loaders_died_without_reload,
+    sessions_opened,
+    sessions_reattached,
+    memories_refused,
+    memories_released,
+    sessions_ended_by_the_service,
+    orders_too_late,
+    answers_to_no_order,
+    steps_in_place,
+    told_steps_kept
+);
 
 /// A schedule that broke an invariant, shrunk.
 #[derive(Debug)]
@@ -131,16 +141,14 @@ pub fn trace_of(seed: u64) -> String {
 }
 
 fn run(schedule: &Schedule, seen: &mut Seen) -> Result<(), String> {
-    let mut world = World::new(schedule, false);
-    let result = world.run(&schedule.inputs);
-    world.seen.add_to(seen);
+    let (result, here, _) = World::run(schedule, false);
+    here.add_to(seen);
     result
 }
 
 fn traced(schedule: &Schedule) -> (String, Result<(), String>) {
-    let mut world = World::new(schedule, true);
-    let result = world.run(&schedule.inputs);
-    (world.take_trace(), result)
+    let (result, _, trace) = World::run(schedule, true);
+    (trace, result)
 }
 
 /// Removes inputs, in smaller and smaller groups, as long as some invariant is still broken.
@@ -165,30 +173,4 @@ fn shrink(seed: u64, schedules: u64, mut schedule: Schedule, violation: String) 
     let (trace, result) = traced(&schedule);
     let violation = result.err().unwrap_or(violation);
     Failed { seed, schedules, violation, inputs_before, schedule, trace }
-}
-
-impl Seen {
-    fn add_to(&self, sum: &mut Seen) {
-        sum.answers += self.answers;
-        sum.split_requests_answered += self.split_requests_answered;
-        sum.steps += self.steps;
-        sum.faults += self.faults;
-        sum.steps_lost += self.steps_lost;
-        sum.answers_after_a_lost_step += self.answers_after_a_lost_step;
-        sum.restarts += self.restarts;
-        sum.poisoned += self.poisoned;
-        sum.unavailable += self.unavailable;
-        sum.late += self.late;
-        sum.withdrawn += self.withdrawn;
-        sum.cancelled += self.cancelled;
-        sum.overloaded += self.overloaded;
-        sum.admitted_while_reforming += self.admitted_while_reforming;
-        sum.drains += self.drains;
-        sum.drains_timed_out += self.drains_timed_out;
-        sum.gave_up += self.gave_up;
-        sum.replacements += self.replacements;
-        sum.other_weights += self.other_weights;
-        sum.trials += self.trials;
-        sum.layers_blamed += self.layers_blamed;
-    }
 }

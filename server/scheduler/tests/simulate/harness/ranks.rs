@@ -1,20 +1,15 @@
-//! The simulated ranks.
+//! The simulated ranks and loaders.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
-use expertd_scheduler::{GroupFault, Step};
-use expertd_types::{Generation, StepId, WeightVersion};
+use expertd_scheduler::{AttachAnswer, Fault, FaultKind, LoadFailure, Step};
+use expertd_types::{Generation, MemoryId, Rank, WeightVersion};
 
 use super::world::World;
 
-/// Events of the ranks on their way to the step loop.
-#[derive(Clone, Debug)]
-pub(super) enum Event {
-    Ready(Generation, WeightVersion),
-    ExpertsEnded(Generation, StepId),
-    Done(Generation, StepId),
-    Ended(Generation, GroupFault),
-}
+/// Where weights come from: the number of the reload that brought them, or 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source(pub usize);
 
 /// A step on the ranks.
 #[derive(Clone, Debug)]
@@ -23,66 +18,140 @@ pub(super) struct RankStep {
     pub(super) is_poison: bool,
     pub(super) experts_ended: bool,
     pub(super) is_done: bool,
+    /// Whether a rank tells its calls of their end, and whether it has.
+    pub(super) tells: bool,
+    pub(super) has_told: bool,
+}
+
+/// An order about a memory that ranks carry out.
+#[derive(Clone, Debug)]
+pub(super) struct Order {
+    pub(super) memory: MemoryId,
+    pub(super) is_attach: bool,
+    /// `[ranks]`: whether the rank has answered.
+    pub(super) answered: Vec<bool>,
+    pub(super) is_late: bool,
 }
 
 /// The ranks of the generation that was formed last.
 #[derive(Clone, Debug)]
 pub(super) struct Ranks {
     pub(super) generation: Generation,
-    pub(super) is_ready: bool,
-    pub(super) is_dead: bool,
     pub(super) version: WeightVersion,
+    pub(super) is_ready: bool,
+    pub(super) is_ready_heard: bool,
+    /// A fault that the driver has not heard.
+    pub(super) fault: Option<Fault>,
+    pub(super) is_dead: bool,
+    /// Whether they were reaped before the end of the generation.
+    pub(super) is_killed: bool,
     pub(super) steps: VecDeque<RankStep>,
+    /// `[ranks]`: the memories that the rank has.
+    pub(super) has: Vec<BTreeSet<MemoryId>>,
+    /// The memories that they were to attach.
+    pub(super) asked: BTreeSet<MemoryId>,
+    pub(super) order: Option<Order>,
+    pub(super) answers: VecDeque<(Rank, MemoryId, AttachAnswer)>,
+}
+
+impl Ranks {
+    pub(super) fn new(generation: Generation, version: WeightVersion, ranks: usize) -> Ranks {
+        Ranks {
+            generation,
+            version,
+            is_ready: false,
+            is_ready_heard: false,
+            fault: None,
+            is_dead: false,
+            is_killed: false,
+            steps: VecDeque::new(),
+            has: vec![BTreeSet::new(); ranks],
+            asked: BTreeSet::new(),
+            order: None,
+            answers: VecDeque::new(),
+        }
+    }
+
+    /// Whether the driver has something to hear.
+    pub(super) fn has_news(&self) -> bool {
+        self.is_ready && !self.is_ready_heard
+            || self.fault.is_some()
+            || !self.is_dead && self.steps.front().is_some_and(|step| step.is_done)
+            || !self.answers.is_empty()
+            || self.order.as_ref().is_some_and(|order| order.is_late)
+    }
+}
+
+/// Loaders that pack a set.
+#[derive(Clone, Debug)]
+pub(super) struct Loaders {
+    pub(super) version: WeightVersion,
+    pub(super) source: Source,
+    pub(super) beside: bool,
+    pub(super) end: Option<Result<(), LoadFailure>>,
 }
 
 impl World {
-    pub(super) fn ranks_ready(&mut self) {
-        if let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_ready && !ranks.is_dead) {
-            ranks.is_ready = true;
-            self.events.push_back(Event::Ready(ranks.generation, ranks.version));
+    /// Loaders pack their set. Returns whether there were any.
+    pub(super) fn loaders_pack(&mut self) -> bool {
+        let running = self.loaders.as_mut().filter(|loaders| loaders.end.is_none());
+        running.map(|loaders| loaders.end = Some(Ok(()))).is_some()
+    }
+
+    /// A loader fails.
+    pub(super) fn loaders_fail(&mut self, lacks_room: bool) {
+        if let Some(loaders) = self.loaders.as_mut().filter(|loaders| loaders.end.is_none()) {
+            let lacks_room = lacks_room && loaders.beside;
+            let message = "a loader died".to_owned();
+            loaders.end = Some(Err(LoadFailure { message, lacks_room, is_setup: false }));
         }
     }
 
-    pub(super) fn ranks_end_experts(&mut self) {
+    /// What a generation that is being formed waits for happens: its weights are packed, or its ranks are ready.
+    pub(super) fn ranks_ready(&mut self) -> bool {
+        if self.loaders.as_ref().is_some_and(|loaders| !loaders.beside) {
+            return self.loaders_pack();
+        }
+        let forming = self.ranks.as_mut().filter(|ranks| !ranks.is_ready && !ranks.is_dead);
+        forming.map(|ranks| ranks.is_ready = true).is_some()
+    }
+
+    pub(super) fn ranks_end_experts(&mut self) -> bool {
+        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return false };
+        let running = ranks.steps.iter_mut().find(|step| !step.experts_ended);
+        running.map(|step| step.experts_ended = true).is_some()
+    }
+
+    /// A rank tells the calls of the oldest step that they have ended, which the router learns later.
+    pub(super) fn ranks_tell(&mut self) {
         let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return };
-        if let Some(step) = ranks.steps.iter_mut().find(|step| !step.experts_ended) {
-            step.experts_ended = true;
-            self.events.push_back(Event::ExpertsEnded(ranks.generation, step.step.id));
+        let oldest = ranks.steps.iter_mut().find(|step| !step.is_done && !step.has_told);
+        if let Some(step) = oldest.filter(|step| step.tells && !step.is_poison) {
+            (step.experts_ended, step.has_told) = (true, true);
+            for range in &step.step.rows {
+                self.callers[range.key.0 as usize - 1].is_told = true;
+            }
         }
     }
 
-    pub(super) fn ranks_complete(&mut self) {
-        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return };
-        let Some(step) = ranks.steps.iter_mut().find(|step| !step.is_done) else { return };
+    pub(super) fn ranks_complete(&mut self) -> bool {
+        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return false };
+        let Some(step) = ranks.steps.iter_mut().find(|step| !step.is_done) else { return false };
         if step.is_poison {
-            return self.ranks_fail("a poisoned request", false);
+            self.ranks_fail("a poisoned request", FaultKind::Step);
+        } else {
+            (step.experts_ended, step.is_done, step.has_told) = (true, true, step.tells);
         }
-        if !step.experts_ended {
-            step.experts_ended = true;
-            self.events.push_back(Event::ExpertsEnded(ranks.generation, step.step.id));
-        }
-        step.is_done = true;
-        self.events.push_back(Event::Done(ranks.generation, step.step.id));
+        true
     }
 
-    pub(super) fn ranks_fail(&mut self, what: &str, is_load: bool) {
-        if let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) {
-            ranks.is_dead = true;
-            let fault = GroupFault { is_load, message: what.to_owned() };
-            self.events.push_back(Event::Ended(ranks.generation, fault));
-        }
-    }
-
-    pub(super) fn stale_news(&mut self) {
-        let current = self.ranks.as_ref().map(|ranks| ranks.generation);
-        if let Some((generation, step)) = self.last_step.filter(|(old, _)| Some(*old) != current) {
-            let fault = GroupFault { is_load: false, message: "stale".to_owned() };
-            let running = self.ranks.as_ref().and_then(|ranks| ranks.steps.front());
-            let step = running.map_or(step, |running| running.step.id);
-            self.events.push_front(Event::Done(generation, step));
-            self.events.push_back(Event::ExpertsEnded(generation, step));
-            self.events.push_back(Event::Ready(generation, WeightVersion(999)));
-            self.events.push_back(Event::Ended(generation, fault));
+    pub(super) fn ranks_fail(&mut self, what: &str, kind: FaultKind) {
+        match self.ranks.as_mut() {
+            Some(ranks) if !ranks.is_dead => {
+                ranks.is_dead = true;
+                ranks.fault = Some(Fault { kind, message: what.to_owned() });
+            }
+            _ => self.loaders_fail(false),
         }
     }
 }

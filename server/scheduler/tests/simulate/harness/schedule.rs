@@ -8,11 +8,11 @@ use expertd_types::LayerId;
 use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
 
-/// One event in or around the step loop. Each input is possible at any time. An input that does not apply does nothing, so any part of
-/// a schedule is a schedule.
+/// One event in or around the driver. Each input is possible at any time. An input that does not apply does nothing, so any part of a
+/// schedule is a schedule.
 #[derive(Clone, Copy, Debug)]
 pub enum Input {
-    /// A caller submits a request.
+    /// A caller submits a request, through a session if one is open and `session` is given.
     Submit {
         client: u64,
         kind: usize,
@@ -20,39 +20,70 @@ pub enum Input {
         deadline_millis: Option<u64>,
         is_poison: bool,
         is_pinned: bool,
+        session: Option<usize>,
     },
     /// One of the callers that wait for an answer leaves.
     Leave { which: usize },
     /// A drain is requested.
     Drain { timeout_millis: u64 },
-    /// The step loop's thread takes turns, each of which is an exchange, a delivery, an event or an action.
+    /// The driver makes so many calls.
     Turns { count: usize },
-    /// The thread takes turns until it sleeps.
+    /// The driver goes on until it sleeps.
     UntilAsleep,
     /// Time passes.
     Pass { micros: u64 },
-    /// The ranks of the generation become ready.
+    /// The weights that a generation waits for are packed, or else its ranks become ready.
     Ready,
     /// The oldest running experts phase ends.
     Experts,
+    /// A rank tells the calls of the oldest step that they have ended.
+    Tell,
     /// The oldest step completes on all ranks.
     Done,
-    /// The generation ends by a fault.
+    /// The generation, or the loaders that it waits for, end by a fault.
     Fault { is_load: bool },
-    /// The next generation cannot be started.
-    NextFormFails,
-    /// The next generation has other weights.
-    NewWeights,
-    /// Other weights are loaded, and the generation is to be replaced.
-    Replace,
+    /// What the driver does next of this fails.
+    NextFails { what: Failing },
+    /// A reload is asked for.
+    Reload { has_room: bool, is_quick: bool, is_outdated: bool },
+    /// Loaders pack their set.
+    Packed,
+    /// A loader dies, or finds no room.
+    LoaderDies { lacks_room: bool },
+    /// A client opens a session.
+    OpenSession,
+    /// A client of a session goes.
+    EndSession { which: usize },
+    /// A rank answers the order about a memory that is under way.
+    RankAnswers { refuses: bool },
+    /// A rank answers an order that it was not given.
+    RankLies,
+    /// The order under way takes too long.
+    OrderIsLate,
     /// Events of an ended generation arrive late.
     StaleNews,
     /// A client sends its next request as soon as one is answered.
     ClosedLoop { client: u64, kind: usize, tokens: usize },
     /// From now on a client always has at least `tokens` rows waiting, in requests of `size` rows.
     Backlog { client: u64, kind: usize, tokens: usize, size: usize },
-    /// A step forms, computes and completes without faults, and clients send further requests.
+    /// A step forms, computes and completes without faults, and clients send further requests. The next step forms when the experts
+    /// phase of this one ends, if a slot is free.
     Round,
+    /// A round has ended.
+    EndRound,
+}
+
+/// What can fail at once.
+#[derive(Clone, Copy, Debug)]
+pub enum Failing {
+    /// Loaders cannot be started.
+    Load,
+    /// Ranks cannot be started.
+    Form,
+    /// A step cannot be handed to ranks.
+    Launch,
+    /// Processes of ranks that are ended do not end.
+    End,
 }
 
 /// A schedule: the service's settings and the inputs.
@@ -66,15 +97,21 @@ pub struct Schedule {
     pub inputs: Vec<Input>,
 }
 
+/// The first weights are loaded, and the first generation serves.
+const BEGIN: [Input; 5] =
+    [Input::UntilAsleep, Input::Ready, Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+
 impl Schedule {
     /// The schedule of a seed.
     pub fn new(seed: u64) -> Schedule {
         let mut random = Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d));
-        match random.between(0, 20) {
+        match random.between(0, 24) {
             0 => shared_backlog(&mut random, seed),
             1 => shared_closed_loop(&mut random, seed),
             2 => crowd(&mut random, seed),
-            3 => split_and_late(&mut random, seed),
+            3 | 8 => split_and_late(&mut random, seed),
+            4 | 5 => reloads(&mut random, seed),
+            6 | 7 | 9 => sessions(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -117,9 +154,10 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
     let deadline_rate = random.choose(&[0, 30, 60]);
     let patience = random.choose(&[1, 20, 3_000, 60_000]);
     let submit_rate = random.choose(&[10, 20, 40]);
+    let session_rate = random.choose(&[0, 0, 50]);
     let mut inputs = Vec::new();
     if random.chance(90) {
-        inputs.extend([Input::UntilAsleep, Input::Ready, Input::UntilAsleep]);
+        inputs.extend(BEGIN);
     }
     for _ in 0..random.between(20, 120) {
         let roll = random.between(0, 99);
@@ -132,39 +170,128 @@ fn anything(random: &mut Random, seed: u64) -> Schedule {
                 deadline_millis: random.chance(deadline_rate).then(|| random.between(1, patience)),
                 is_poison: random.chance(poison_rate),
                 is_pinned: random.chance(pinned_rate),
+                session: random.chance(session_rate).then(|| random.between(0, 5) as usize),
             }
         } else {
             other(random, fault_rate)
         });
     }
     let max_queued_tokens = random.choose(&[1, 16, 64, 1000]) * config.max_tokens_per_step;
-    let broken = random.chance(5).then_some(LayerId(0));
+    let broken = random.chance(8).then_some(LayerId(0));
     Schedule { config, max_queued_tokens, kinds: kinds(kind_count), broken, inputs }
 }
 
 fn other(random: &mut Random, fault_rate: u64) -> Input {
     if random.chance(fault_rate) {
         return match random.between(0, 9) {
-            0 => Input::NextFormFails,
-            1 => Input::NewWeights,
+            0 => failing(random),
+            1 => Input::LoaderDies { lacks_room: random.chance(50) },
             2 => Input::StaleNews,
             3 => Input::Fault { is_load: true },
             _ => Input::Fault { is_load: false },
         };
     }
-    match random.between(0, 199) {
-        0..70 => Input::Turns { count: random.between(1, 5) as usize },
+    match random.between(0, 219) {
+        0..70 => Input::Turns { count: random.between(1, 12) as usize },
         70..90 => Input::UntilAsleep,
         90..110 => Input::Pass { micros: random.choose(&[1, 100, 1_000, 30_000, 150_000, 6_000_000]) },
         110..130 => Input::Ready,
         130..160 => Input::Experts,
-        160..190 => Input::Done,
+        160..187 => Input::Done,
+        187..190 => Input::Tell,
         190..194 => Input::Leave { which: random.between(0, 30) as usize },
-        194 | 195 => Input::Replace,
-        196 => Input::NewWeights,
-        197 => Input::StaleNews,
-        198 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
-        _ => Input::Fault { is_load: false },
+        194..198 => reload(random),
+        198..202 => Input::Packed,
+        202 => Input::StaleNews,
+        203 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
+        204 => Input::Fault { is_load: false },
+        205..208 => Input::OpenSession,
+        208 => Input::EndSession { which: random.between(0, 5) as usize },
+        _ => Input::RankAnswers { refuses: random.chance(5) },
+    }
+}
+
+fn reload(random: &mut Random) -> Input {
+    Input::Reload { has_room: random.chance(70), is_quick: random.chance(40), is_outdated: random.chance(5) }
+}
+
+fn failing(random: &mut Random) -> Input {
+    Input::NextFails {
+        what: random.choose(&[Failing::Load, Failing::Form, Failing::Launch, Failing::End, Failing::End]),
+    }
+}
+
+/// Reload after reload, with loaders and generations that fail, and calls meanwhile.
+fn reloads(random: &mut Random, seed: u64) -> Schedule {
+    let config = healthy(random, seed, 16);
+    let mut inputs = if random.chance(80) { BEGIN.to_vec() } else { Vec::new() };
+    let is_pinned = random.chance(30);
+    for _ in 0..random.between(20, 100) {
+        inputs.push(match random.between(0, 99) {
+            0..12 => reload(random),
+            12..22 => Input::Packed,
+            22..27 => Input::LoaderDies { lacks_room: random.chance(40) },
+            27..45 => Input::Ready,
+            45..50 => Input::Fault { is_load: random.chance(30) },
+            50..53 => failing(random),
+            53..63 => submit(random, 16, is_pinned, 0),
+            63..68 => Input::Experts,
+            68..75 => Input::Done,
+            75..80 => Input::Pass { micros: random.choose(&[100, 1_000, 150_000, 6_000_000]) },
+            80..90 => Input::Turns { count: random.between(1, 12) as usize },
+            _ => Input::UntilAsleep,
+        });
+    }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
+}
+
+/// Sessions that come and go while their calls are computed, ranks that refuse memory, and faults.
+fn sessions(random: &mut Random, seed: u64) -> Schedule {
+    let (ranks, slots) = (random.between(1, 2) as usize, random.between(1, 3) as usize);
+    let config = Config { ranks, slots, ..healthy(random, seed, 16) };
+    let mut inputs = BEGIN.to_vec();
+    if random.chance(70) {
+        inputs.extend([Input::OpenSession, Input::UntilAsleep]);
+        inputs.extend(vec![Input::RankAnswers { refuses: false }; config.ranks]);
+        inputs.push(Input::UntilAsleep);
+    }
+    for _ in 0..random.between(30, 120) {
+        inputs.push(match random.between(0, 99) {
+            0..6 => Input::OpenSession,
+            6..10 => Input::EndSession { which: random.between(0, 5) as usize },
+            10..30 => Input::RankAnswers { refuses: random.chance(8) },
+            30..44 => submit(random, 10, false, 90),
+            44..49 => Input::Tell,
+            49..53 => Input::Done,
+            53..56 => Input::Experts,
+            56 => Input::Fault { is_load: false },
+            57..66 => Input::Ready,
+            66 => failing(random),
+            67 => Input::RankLies,
+            68..71 => Input::OrderIsLate,
+            71 => reload(random),
+            72 => Input::Packed,
+            73 => Input::Leave { which: random.between(0, 3) as usize },
+            74..79 => Input::Pass { micros: random.choose(&[100, 150_000, 6_000_000]) },
+            79..85 => Input::Turns { count: random.between(1, 12) as usize },
+            _ => Input::UntilAsleep,
+        });
+        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
+            inputs.push(Input::Fault { is_load: false });
+        }
+    }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
+}
+
+fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -> Input {
+    Input::Submit {
+        client: random.between(1, 3),
+        kind: 0,
+        tokens: random.between(1, 2 * limit) as usize,
+        deadline_millis: random.chance(20).then(|| random.between(1, 200)),
+        is_poison: random.chance(1),
+        is_pinned,
+        session: random.chance(session_rate).then(|| random.between(0, 5) as usize),
     }
 }
 
@@ -181,7 +308,7 @@ fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
 fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
     let kind_count = random.between(1, 3);
-    let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    let mut inputs = BEGIN.to_vec();
     for client in 1..=random.between(2, AGED_STEP_INTERVAL.into()) {
         let size = random.choose(&[1, 4, 8, 32, 64, 128]);
         for kind in 0..kind_count as usize {
@@ -197,7 +324,7 @@ fn shared_backlog(random: &mut Random, seed: u64) -> Schedule {
 /// Clients that send their next request when the last one is answered.
 fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 64);
-    let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    let mut inputs = BEGIN.to_vec();
     // With more slots the smallest requests are larger, so that clients wait most of the time for any number of steps in flight.
     let smallest = if config.slots < 3 { 16 } else { 32 };
     for client in 1..=random.between(MIN_CLOSED_LOOPS as u64, 40) {
@@ -210,7 +337,7 @@ fn shared_closed_loop(random: &mut Random, seed: u64) -> Schedule {
 /// Hundreds of clients with one request each.
 fn crowd(random: &mut Random, seed: u64) -> Schedule {
     let config = healthy(random, seed, 16);
-    let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    let mut inputs = BEGIN.to_vec();
     for client in 1..=random.between(100, 300) {
         let tokens = random.choose(&[1, 1, 5, 16]);
         inputs.push(Input::Submit {
@@ -220,6 +347,7 @@ fn crowd(random: &mut Random, seed: u64) -> Schedule {
             deadline_millis: None,
             is_poison: false,
             is_pinned: false,
+            session: None,
         });
     }
     inputs.extend(vec![Input::Round; 20]);
@@ -230,7 +358,7 @@ fn crowd(random: &mut Random, seed: u64) -> Schedule {
 fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
     let limit = 16;
     let config = Config { slots: random.between(2, 3) as usize, ..healthy(random, seed, limit) };
-    let mut inputs = vec![Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
+    let mut inputs = BEGIN.to_vec();
     for _ in 0..random.between(20, 60) {
         inputs.push(match random.between(0, 99) {
             0..30 => Input::Submit {
@@ -240,6 +368,7 @@ fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
                 deadline_millis: random.chance(70).then(|| random.between(1, 3)),
                 is_poison: false,
                 is_pinned: false,
+                session: None,
             },
             30..50 => Input::Pass { micros: random.choose(&[100, 500, 1_000]) },
             50..65 => Input::Experts,
@@ -247,7 +376,7 @@ fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
             75..80 => Input::Leave { which: random.between(0, 3) as usize },
             80 => Input::Fault { is_load: false },
             81 => Input::Ready,
-            82 => Input::Replace,
+            82 => Input::Reload { has_room: true, is_quick: true, is_outdated: false },
             83 => Input::Drain { timeout_millis: random.choose(&[0, 1]) },
             _ => Input::UntilAsleep,
         });

@@ -1,24 +1,25 @@
-//! The world around the step loop: its callers, its ranks, and time. Its thread is in `thread.rs`.
+//! The world around the driver: callers, ranks, loaders, sessions, and time. `machine.rs` shows it to the driver.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use expertd_scheduler::{
-    ClientKey, End, Inbox, Refusal, RequestKey, ServiceState, Step, StepKind, StepLoop, Submission, Time,
-};
-use expertd_types::{Generation, LayerId, StepId, WeightVersion};
+use expertd_scheduler::{Ask, Driver, End, Inbox, MemoryMail, ServiceState, Step, StepKind, StepLoop, Time};
+use expertd_types::{Generation, LayerId, MemoryId, StepId, WeightVersion};
 
 use super::Seen;
 use super::callers::Caller;
-use super::ranks::{Event, Ranks};
+use super::ranks::{Loaders, Ranks, Source};
 use super::schedule::{Input, Schedule};
+use super::sessions::Session;
 use super::shares::Shares;
-use super::thread::Turn;
 
 /// What the step loop has been told about the current generation.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Told {
+    /// The generation that forms or runs.
+    pub(super) group: Option<Generation>,
     /// The generation that serves.
     pub(super) serving: Option<(Generation, WeightVersion)>,
     /// The last version that served.
@@ -39,26 +40,75 @@ pub(super) struct Told {
     pub(super) fruitless: u32,
 }
 
+/// A reload that was asked for. The first entry stands for the weights that the service began with.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Reload {
+    pub(super) checked_against: u64,
+    pub(super) has_room: bool,
+    pub(super) is_quick: bool,
+    /// Whether loaders found no room beside the present weights.
+    pub(super) lacked_room: bool,
+    /// Whether the driver has it.
+    pub(super) is_known: bool,
+    pub(super) is_answered: bool,
+}
+
+/// Until when the driver goes on before the next input is applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// For so many of its calls.
+    Calls(usize),
+    UntilAsleep,
+}
+
 pub struct World {
     pub(super) schedule: Schedule,
-    pub(super) step_loop: StepLoop,
+    pub(super) inputs: VecDeque<Input>,
+    pace: Pace,
+    /// Number of inputs that were applied.
+    applied: u64,
+    /// Whether callers have left anything for the driver.
+    pub(super) has_mail: bool,
     pub(super) inbox: Inbox<usize>,
+    pub(super) reload_mail: Vec<Ask<Source, usize>>,
+    pub(super) memory_mail: Vec<MemoryMail>,
     pub(super) now: Time,
+    /// The time that the driver was told last.
+    pub(super) asked: Cell<Time>,
     pub(super) callers: Vec<Caller>,
     /// Indices of callers without an answer.
     pub(super) open: Vec<usize>,
-    pub(super) turn: Turn,
-    pub(super) events: VecDeque<Event>,
+    pub(super) sessions: Vec<Session>,
+    pub(super) reloads: Vec<Reload>,
     pub(super) ranks: Option<Ranks>,
+    pub(super) loaders: Option<Loaders>,
+    /// The sets that are whole.
+    pub(super) sets: Vec<(WeightVersion, Source)>,
+    /// The weights that served last, or are to serve first.
+    pub(super) served: (WeightVersion, Source),
+    /// The source of the loaders that failed last, and whether they loaded beside other weights.
+    pub(super) load_failed: Option<(Source, bool)>,
+    /// The version of a generation whose ranks could not be started.
+    pub(super) failed_to_form: Option<WeightVersion>,
+    /// Memories of the sessions that were open when the ranks were ready.
+    pub(super) awaited: Vec<MemoryId>,
+    /// Memories that processes of an ended generation may still write, whose sessions have not been ended.
+    pub(super) endangered: Vec<MemoryId>,
+    /// Whether a fault was noted in this round, and whether one must be.
+    pub(super) heard_fault: bool,
     pub(super) next_form_fails: bool,
-    pub(super) weights: u64,
-    /// The version that the next submitted request expects.
-    pinned: Option<WeightVersion>,
+    pub(super) next_load_fails: bool,
+    pub(super) next_launch_fails: bool,
+    pub(super) next_end_leaves: bool,
+    /// Whether late news of an ended generation are to reach the step loop.
+    pub(super) stale_news: bool,
     pub(super) last_step: Option<(Generation, StepId)>,
     pub(super) told: Told,
     /// Whether the inbox was told to admit requests, and that a generation serves.
     pub(super) is_told_open: bool,
     pub(super) is_told_serving: bool,
+    /// Whether a caller was refused because the service has failed.
+    pub(super) is_said_to_fail: bool,
     /// Whether the step loop was told of a drain.
     pub(super) is_told_drain: bool,
     pub(super) shown: ServiceState,
@@ -67,6 +117,8 @@ pub struct World {
     pub(super) end: Option<End>,
     /// Rows of requests that were dropped since the last step was formed.
     pub(super) dropped_tokens: usize,
+    /// The last step that was launched in this round, and the number of its requests, unless it is alone.
+    pub(super) examined: Option<(StepId, usize)>,
     /// Whether a generation became ready before all decided actions were carried out.
     pub(super) is_just_ready: bool,
     pub(super) shares: Shares,
@@ -76,57 +128,113 @@ pub struct World {
     pub(super) trials_lost: u32,
     /// Whether clients send no further requests.
     pub(super) is_over: bool,
+    /// The first invariant that was broken.
+    violation: Option<String>,
     trace: Option<String>,
     pub(super) seen: Seen,
 }
 
 impl World {
-    pub fn new(schedule: &Schedule, traced: bool) -> World {
+    fn new(schedule: &Schedule, traced: bool) -> World {
         World {
-            step_loop: StepLoop::new(schedule.config.clone()),
             inbox: Inbox::new(schedule.max_queued_tokens, schedule.config.seed),
             schedule: Schedule { inputs: Vec::new(), ..schedule.clone() },
+            inputs: schedule.inputs.iter().copied().collect(),
+            pace: Pace::Calls(1),
+            applied: 0,
+            has_mail: false,
+            reload_mail: Vec::new(),
+            memory_mail: Vec::new(),
             now: Time(0),
+            asked: Cell::new(Time(0)),
             callers: Vec::new(),
             open: Vec::new(),
-            turn: Turn::Exchange,
-            events: VecDeque::new(),
+            sessions: Vec::new(),
+            reloads: vec![Reload { is_answered: true, ..Reload::default() }],
             ranks: None,
+            loaders: None,
+            sets: Vec::new(),
+            served: (WeightVersion(1), Source(0)),
+            load_failed: None,
+            failed_to_form: None,
+            awaited: Vec::new(),
+            endangered: Vec::new(),
+            heard_fault: false,
             next_form_fails: false,
-            weights: 1,
-            pinned: None,
+            next_load_fails: false,
+            next_launch_fails: false,
+            next_end_leaves: false,
+            stale_news: false,
             last_step: None,
             told: Told::default(),
             is_told_open: false,
             is_told_serving: false,
+            is_said_to_fail: false,
             is_told_drain: false,
             shown: ServiceState::Loading,
             drain: None,
             drain_reported: false,
             end: None,
             dropped_tokens: 0,
+            examined: None,
             is_just_ready: false,
             shares: Shares::default(),
             verdicts: BTreeMap::new(),
             trials_lost: 0,
             is_over: false,
+            violation: None,
             trace: traced.then(|| format!("{:#?}\n", schedule.config)),
             seen: Seen::default(),
         }
     }
 
-    pub fn take_trace(&mut self) -> String {
-        self.trace.take().unwrap_or_default()
+    /// Runs a schedule, then lets all requests and reloads be answered and drains the service. Returns what happened, and the trace.
+    pub fn run(schedule: &Schedule, traced: bool) -> (Result<(), String>, Seen, String) {
+        let world = World::new(schedule, traced);
+        let mut driver = Driver::new(schedule.config.clone(), world.served.0, world.served.1, world);
+        let result = World::drive(&mut driver);
+        let (_, world) = driver.parts();
+        (result, world.seen, world.trace.take().unwrap_or_default())
     }
 
-    /// Runs a schedule, then lets all requests be answered and drains the service.
-    pub fn run(&mut self, inputs: &[Input]) -> Result<(), String> {
-        for input in inputs {
-            self.note(|| format!("{input:?}"));
-            self.apply(*input)?;
+    /// What the thread of the service does.
+    fn drive(driver: &mut Driver<World>) -> Result<(), String> {
+        let (mut restless, mut applied) = (0, 0);
+        for _ in 0..100_000 {
+            let end = driver.round();
+            let (steps, world) = driver.parts();
+            if let Some(violation) = world.violation.take() {
+                return Err(violation);
+            }
+            if let Some(end) = end {
+                return world.check_end(steps, end);
+            }
+            world.check_round(steps)?;
+            world.tell_stale_news(steps);
+            // The thread publishes counts before it falls asleep.
+            world.pulse();
+            let (wake_at, heard) = (driver.wake_at(), driver.heard_experts());
+            let (steps, world) = driver.parts();
+            if steps.has_news_for_inbox(world.now) {
+                let is_news = std::mem::replace(&mut applied, world.applied) != world.applied;
+                restless = if is_news { 0 } else { restless + 1 };
+                if restless > 40 {
+                    return Err("the driver goes round without doing anything".into());
+                }
+                continue;
+            }
+            restless = 0;
+            world.check_sleep(steps, wake_at)?;
+            world.sleep(steps, wake_at, heard)?;
         }
-        self.note(|| "the schedule is over: ranks work without faults, then the service drains".to_owned());
-        self.settle()
+        Err(format!("{} requests have no answer although ranks work", driver.parts().1.open.len()))
+    }
+
+    /// Keeps the first violation.
+    pub(super) fn demand(&mut self, checked: Result<(), String>) {
+        if let Err(violation) = checked {
+            self.violation.get_or_insert(violation);
+        }
     }
 
     pub(super) fn note(&mut self, line: impl FnOnce() -> String) {
@@ -135,159 +243,82 @@ impl World {
         }
     }
 
-    fn apply(&mut self, input: Input) -> Result<(), String> {
-        match input {
-            Input::Submit { client, kind, tokens, deadline_millis, is_poison, is_pinned } => {
-                let deadline = deadline_millis.map(|millis| self.now + Duration::from_millis(millis));
-                self.pinned = self.told.version.filter(|_| is_pinned);
-                self.submit(client, kind, tokens, deadline, is_poison, false)?;
+    /// The driver has made a call: anything may happen now.
+    pub(super) fn pulse(&mut self) {
+        if let Pace::Calls(calls) = &mut self.pace {
+            *calls = calls.saturating_sub(1);
+            if *calls == 0 {
+                self.apply_inputs();
             }
-            Input::Leave { which } => {
-                if let Some(index) = self.open.get(which).copied() {
-                    self.callers[index].left.get_or_insert(self.now);
-                }
-            }
-            Input::Drain { timeout_millis } => self.ask_to_drain(Duration::from_millis(timeout_millis)),
-            Input::Turns { count } => {
-                for _ in 0..count {
-                    self.thread_turn()?;
-                }
-            }
-            Input::UntilAsleep => self.until_asleep()?,
-            Input::Pass { micros } => self.now = self.now + Duration::from_micros(micros),
-            Input::Ready => self.ranks_ready(),
-            Input::Experts => self.ranks_end_experts(),
-            Input::Done => self.ranks_complete(),
-            Input::Fault { is_load } => self.ranks_fail("a fault of the schedule", is_load),
-            Input::NextFormFails => self.next_form_fails = true,
-            Input::NewWeights => self.weights += 1,
-            Input::Replace => {
-                self.weights += 1;
-                self.step_loop.replace_group();
-                self.told.is_replaced |= self.step_loop.generation().is_some();
-            }
-            Input::StaleNews => self.stale_news(),
-            Input::ClosedLoop { client, kind, tokens } => {
-                self.submit(client, kind, tokens, None, false, true)?;
-                self.shares.add(client, tokens, kind);
-            }
-            Input::Backlog { client, kind, tokens, size } => {
-                self.shares.add_backlog(client, size, kind, tokens);
-            }
-            Input::Round => self.round()?,
         }
-        Ok(())
     }
 
-    pub(super) fn submit(
-        &mut self,
-        client: u64,
-        kind: usize,
-        tokens: usize,
-        deadline: Option<Time>,
-        is_poison: bool,
-        is_closed_loop: bool,
-    ) -> Result<(), String> {
-        let kind = self.schedule.kinds[kind];
-        let expected = self.pinned.take();
-        let submission =
-            Submission { client: ClientKey(client), kind, tokens, deadline, expected_version: expected };
-        let queued = self.inbox.queued_tokens();
-        let index = self.callers.len();
-        match self.inbox.submit(self.now, submission, index) {
-            Ok(key) => {
-                self.check_admission(&submission, queued)?;
-                if key != RequestKey(index as u64 + 1) {
-                    return Err(format!("request {key} was numbered after {index} others"));
+    /// Applies inputs up to the next that lets the driver go on.
+    fn apply_inputs(&mut self) {
+        self.pace = Pace::UntilAsleep;
+        while let Some(input) = self.inputs.pop_front() {
+            self.note(|| format!("{input:?}"));
+            self.applied += 1;
+            match input {
+                Input::Turns { count } => {
+                    self.pace = Pace::Calls(count);
+                    return;
                 }
-                self.seen.admitted_while_reforming += u64::from(!self.is_told_serving);
-                self.callers.push(Caller {
-                    key,
-                    client,
-                    kind,
-                    tokens,
-                    deadline,
-                    admitted: self.now,
-                    is_poison,
-                    expected,
-                    is_closed_loop,
-                    left: None,
-                    was_withdrawn: false,
-                    is_received: false,
-                    is_answered: false,
-                    waits_since: self.now,
-                    begun: 0,
-                    completed: 0,
-                    steps: Vec::new(),
-                    version: None,
-                    is_mixed: false,
-                    generation: None,
-                    lost: 0,
-                    was_lost_alone: false,
-                    steps_waited: 0,
-                    max_steps_waited: 0,
-                });
-                self.open.push(index);
-                self.bound_wait(index);
+                Input::UntilAsleep => return,
+                input => self.apply(input),
             }
-            Err(refusal) => {
-                self.note(|| format!("    refused: {refusal:?}"));
-                self.seen.overloaded += u64::from(matches!(refusal, Refusal::Overloaded { .. }));
-                self.check_refusal(&submission, queued, &refusal)?;
+        }
+    }
+
+    /// Sleeps until something happens that wakes the driver.
+    fn sleep(&mut self, steps: &StepLoop, wake_at: Time, heard: Option<StepId>) -> Result<(), String> {
+        while !self.is_woken(steps, wake_at, heard) {
+            if self.inputs.is_empty() {
+                self.settle(wake_at);
+            } else {
+                self.apply_inputs();
+            }
+            if let Some(violation) = self.violation.take() {
+                return Err(violation);
             }
         }
         Ok(())
     }
 
-    fn ask_to_drain(&mut self, timeout: Duration) {
-        let deadline = self.now + timeout;
-        self.inbox.drain(deadline);
-        self.drain = Some(self.drain.map_or(deadline, |before| before.min(deadline)));
+    fn is_woken(&self, steps: &StepLoop, wake_at: Time, heard: Option<StepId>) -> bool {
+        self.has_mail
+            || self.now >= wake_at
+            || self.loaders.as_ref().is_some_and(|loaders| loaders.end.is_some())
+            || self.ranks.as_ref().is_some_and(Ranks::has_news)
+            || steps.has_waiting() && self.ended_experts().is_some_and(|step| Some(step) != heard)
     }
 
-    /// Forms, computes and completes a step. The next step forms when the experts phase of this one ends, if a slot is free.
-    fn round(&mut self) -> Result<(), String> {
-        for (client, kind, tokens, size) in self.shares.backlogs() {
-            let of = |caller: &Caller| caller.client == client && caller.kind == self.schedule.kinds[kind];
-            let open = self.open.iter().map(|index| &self.callers[*index]);
-            let mut waiting: usize = open.filter(|c| of(c)).map(Caller::waiting_tokens).sum();
-            while waiting < tokens {
-                self.submit(client, kind, size, None, false, false)?;
-                waiting += size;
+    /// The schedule is over: ranks work without faults until everything is answered, then the service drains until it ends.
+    fn settle(&mut self, wake_at: Time) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.note(|| {
+                "the schedule is over: ranks work without faults, then the service drains".to_owned()
+            });
+        }
+        let is_answered = self.open.is_empty() && self.reloads.iter().all(|reload| reload.is_answered);
+        if is_answered && self.drain.is_none() {
+            if let Some(at) = self.sessions.iter().position(|session| !session.has_ended) {
+                return self.close_session(MemoryId(at as u32 + 1));
+            }
+            if self.sessions.iter().all(|session| session.is_released) {
+                return self.ask_to_drain(Duration::from_secs(1));
             }
         }
-        self.until_asleep()?;
-        self.ranks_end_experts();
-        self.until_asleep()?;
-        self.ranks_complete();
-        self.now = self.now + Duration::from_micros(100);
-        self.until_asleep()?;
-        self.shares.check(&self.schedule, self.end.is_none() && self.told.serving.is_some())
-    }
-
-    /// Runs ranks without faults until every request is answered, then drains the service until it ends.
-    fn settle(&mut self) -> Result<(), String> {
-        self.is_over = true;
-        for _ in 0..20_000 {
-            self.until_asleep()?;
-            if self.end.is_some() {
-                return self.check_end();
-            }
-            if self.open.is_empty() && self.drain.is_none() {
-                self.ask_to_drain(Duration::from_secs(1));
-                continue;
-            }
-            let before = self.events.len();
-            self.ranks_ready();
-            self.ranks_end_experts();
-            self.ranks_complete();
-            if self.events.len() == before
-                && let Turn::Sleep { until } = self.turn
-            {
-                self.now = until.max(Time(self.now.0 + 1));
-            }
+        let worked = [
+            self.loaders_pack(),
+            self.ranks_ready(),
+            self.rank_answers(false),
+            self.ranks_end_experts(),
+            self.ranks_complete(),
+        ];
+        if !worked.contains(&true) {
+            self.now = wake_at.max(Time(self.now.0 + 1));
         }
-        Err(format!("{} requests have no answer although ranks work", self.open.len()))
     }
 
     pub(super) fn kind_waiting(&self, kind: StepKind) -> impl Iterator<Item = &Caller> {

@@ -6,10 +6,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-const ATTACHED: Answer = Answer::Attached { refused: false };
+const ATTACHED: Answer = Answer::Attached { error: None };
 
-fn answer_all(table: &mut Attachments, memory: u32, answer: Answer) -> Option<Outcome> {
-    let answers = (0..2).map(|rank| table.answered(Rank(rank), MemoryId(memory), answer).unwrap());
+fn refusal() -> Answer {
+    Answer::Attached { error: Some("no room".into()) }
+}
+
+fn answer_all(table: &mut Attachments, memory: u32, answer: Answer) -> Option<Attachment> {
+    let answers = (0..2).map(|rank| table.answered(Rank(rank), MemoryId(memory), answer.clone()).unwrap());
     answers.last().unwrap()
 }
 
@@ -22,9 +26,9 @@ fn a_memory_is_attached_from_the_last_answer_until_its_last_step_ends() {
     table.begin_generation();
     assert_eq!(table.poll(true), Some(Action::Attach(memory)));
     assert_eq!(table.answered(Rank(0), memory, ATTACHED), Ok(None));
-    assert!(!table.is_attached(memory) && table.is_awaited(memory));
-    assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Outcome::Attached(memory))));
-    assert!(table.is_attached(memory) && !table.is_awaited(memory));
+    assert!(!table.is_attached(memory) && table.are_awaited());
+    assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Attachment::Attached)));
+    assert!(table.is_attached(memory) && !table.are_awaited());
     table.launched(memory);
     table.close(memory);
     assert!(table.is_attached(memory), "the step in flight has it");
@@ -64,12 +68,25 @@ fn a_refused_memory_is_detached_when_its_client_goes() {
     table.begin_generation();
     table.open(MemoryId(1));
     table.poll(true);
-    table.answered(Rank(1), MemoryId(1), Answer::Attached { refused: true }).unwrap();
+    table.answered(Rank(1), MemoryId(1), refusal()).unwrap();
     let outcome = table.answered(Rank(0), MemoryId(1), ATTACHED).unwrap();
-    assert_eq!(outcome, Some(Outcome::Refused(MemoryId(1))));
+    assert_eq!(outcome, Some(Attachment::Refused("rank 1: no room".into())));
     assert!(!table.is_attached(MemoryId(1)) && table.poll(true).is_none());
     table.close(MemoryId(1));
     assert_eq!(table.poll(true), Some(Action::Detach(MemoryId(1))));
+}
+
+#[test]
+fn a_generation_waits_for_memories_that_were_open_when_its_ranks_were_ready() {
+    let mut table = Attachments::new(2);
+    table.open(MemoryId(1));
+    table.begin_generation();
+    table.open(MemoryId(2));
+    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(1))));
+    assert!(table.are_awaited());
+    answer_all(&mut table, 1, ATTACHED);
+    assert!(!table.are_awaited());
+    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(2))));
 }
 
 #[test]
@@ -131,7 +148,7 @@ impl World {
                 if !refused {
                     has.insert(memory);
                 }
-                table.answered(number, memory, Answer::Attached { refused }).unwrap();
+                table.answered(number, memory, if refused { refusal() } else { ATTACHED }).unwrap();
             }
             Some(Action::Detach(memory)) => {
                 has.remove(&memory);

@@ -3,13 +3,15 @@
 //!
 //! Ranks carry out one order at a time, all of them the same one, so that registering memory with a device stops them
 //! together and few messages wait on their sockets. A session opens when every rank has attached its memory, and a generation serves
-//! when its ranks have answered for every memory.
+//! when its ranks have answered for the memory of every session that was open when they were ready.
 
 use std::collections::BTreeMap;
 
 use expertd_types::{MemoryId, Rank};
 
-/// What the step loop's thread does next.
+use AttachAnswer as Answer;
+
+/// What the driver does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Send the memory to every rank.
@@ -20,24 +22,27 @@ pub(crate) enum Action {
     Release(MemoryId),
 }
 
-/// How ranks have carried out an order to attach.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// Steps may name the memory.
-    Attached(MemoryId),
-    /// A rank cannot use the memory.
-    Refused(MemoryId),
+/// What ranks have of a client's memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Attachment {
+    /// Not every rank has answered.
+    #[default]
+    Awaited,
+    /// Every rank reads and writes it in place.
+    Attached,
+    /// A rank cannot use it, for this reason.
+    Refused(String),
 }
 
-/// The answer of a rank to an order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
-    /// To [`Action::Attach`].
+/// The answer of a rank to an order about a client's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AttachAnswer {
+    /// To an order to attach it.
     Attached {
-        /// Whether the rank cannot use the memory.
-        refused: bool,
+        /// Why the rank cannot use it.
+        error: Option<String>,
     },
-    /// To [`Action::Detach`].
+    /// To an order to detach it.
     Detached,
 }
 
@@ -56,12 +61,15 @@ enum Place {
 }
 
 #[derive(Debug)]
-struct Attachment {
+struct Entry {
     place: Place,
     /// Whether the client is gone.
     is_closing: bool,
     /// Segments of steps in flight that name it.
     segments: usize,
+    /// Whether it was open when the ranks of the generation were ready. Sessions that are opened later have no calls before ranks have
+    /// attached them.
+    is_early: bool,
 }
 
 #[derive(Debug)]
@@ -69,7 +77,8 @@ struct UnderWay {
     memory: MemoryId,
     /// `[ranks]`: whether the rank has answered.
     answered: Vec<bool>,
-    refused: bool,
+    /// Why a rank cannot use the memory.
+    refused: Option<String>,
 }
 
 /// The memories of open sessions and what ranks have of them.
@@ -78,7 +87,7 @@ pub(crate) struct Attachments {
     ranks: usize,
     /// Whether there are ranks that take orders.
     is_serving: bool,
-    memories: BTreeMap<MemoryId, Attachment>,
+    memories: BTreeMap<MemoryId, Entry>,
     under_way: Option<UnderWay>,
 }
 
@@ -89,7 +98,7 @@ impl Attachments {
 
     /// A session was opened.
     pub(crate) fn open(&mut self, memory: MemoryId) {
-        let new = Attachment { place: Place::Nowhere, is_closing: false, segments: 0 };
+        let new = Entry { place: Place::Nowhere, is_closing: false, segments: 0, is_early: false };
         self.memories.insert(memory, new);
     }
 
@@ -104,6 +113,7 @@ impl Attachments {
     pub(crate) fn begin_generation(&mut self) {
         self.end_generation();
         self.is_serving = true;
+        self.memories.values_mut().for_each(|attachment| attachment.is_early = true);
     }
 
     /// Every rank is gone, and with them the steps in flight.
@@ -127,12 +137,13 @@ impl Attachments {
         self.memories.get(&memory).is_some_and(|attachment| attachment.place == Place::Attached)
     }
 
-    /// Whether the memory of an open session waits for the answers of ranks.
-    pub(crate) fn is_awaited(&self, memory: MemoryId) -> bool {
-        let waits = |attachment: &Attachment| {
-            !attachment.is_closing && matches!(attachment.place, Place::Nowhere | Place::Attaching)
-        };
-        self.memories.get(&memory).is_some_and(waits)
+    /// Whether ranks have yet to answer for the memory of a session that was open when they were ready.
+    pub(crate) fn are_awaited(&self) -> bool {
+        self.memories.values().any(|attachment| {
+            attachment.is_early
+                && !attachment.is_closing
+                && matches!(attachment.place, Place::Nowhere | Place::Attaching)
+        })
     }
 
     /// A step was launched, a segment of which names the memory.
@@ -158,8 +169,8 @@ impl Attachments {
         rank: Rank,
         memory: MemoryId,
         answer: Answer,
-    ) -> Result<Option<Outcome>, String> {
-        let wrong = || format!("rank {rank} answers {answer:?} for memory {memory}, which it was not asked");
+    ) -> Result<Option<Attachment>, String> {
+        let wrong = || format!("rank {rank} answers for memory {memory}, which it was not asked");
         let order = self.under_way.as_mut().filter(|order| order.memory == memory).ok_or_else(wrong)?;
         let attachment = self.memories.get_mut(&memory).ok_or_else(wrong)?;
         let expected = match answer {
@@ -170,17 +181,19 @@ impl Attachments {
         if attachment.place != expected || std::mem::replace(has_answered, true) {
             return Err(wrong());
         }
-        order.refused |= answer == Answer::Attached { refused: true };
+        if let Answer::Attached { error: Some(error) } = answer {
+            order.refused = Some(format!("rank {rank}: {error}"));
+        }
         if order.answered.contains(&false) {
             return Ok(None);
         }
-        let (place, outcome) = match (answer, order.refused) {
-            (Answer::Detached, _) => (Place::Nowhere, None),
-            (_, true) => (Place::Refused, Some(Outcome::Refused(memory))),
-            (_, false) => (Place::Attached, Some(Outcome::Attached(memory))),
+        let refused = self.under_way.take().and_then(|order| order.refused);
+        let (place, outcome) = match (expected, refused) {
+            (Place::Detaching, _) => (Place::Nowhere, None),
+            (_, Some(reason)) => (Place::Refused, Some(Attachment::Refused(reason))),
+            (_, None) => (Place::Attached, Some(Attachment::Attached)),
         };
         attachment.place = place;
-        self.under_way = None;
         Ok(outcome)
     }
 
@@ -198,7 +211,7 @@ impl Attachments {
 
     /// The next action; without `may_order`, only a release.
     pub(crate) fn poll(&mut self, may_order: bool) -> Option<Action> {
-        let idle = |attachment: &Attachment| attachment.is_closing && attachment.segments == 0;
+        let idle = |attachment: &Entry| attachment.is_closing && attachment.segments == 0;
         let mut memories = self.memories.iter();
         let released = memories.find(|(_, memory)| idle(memory) && memory.place == Place::Nowhere);
         if let Some(memory) = released.map(|(memory, _)| *memory) {
@@ -208,7 +221,7 @@ impl Attachments {
         if !may_order || !self.is_serving || self.under_way.is_some() {
             return None;
         }
-        let wants = |attachment: &Attachment| match attachment.place {
+        let wants = |attachment: &Entry| match attachment.place {
             Place::Attached | Place::Refused if idle(attachment) => Some(Place::Detaching),
             Place::Nowhere if !attachment.is_closing => Some(Place::Attaching),
             _ => None,
@@ -217,7 +230,7 @@ impl Attachments {
         let (memory, attachment, place) = memories
             .find_map(|(memory, attachment)| wants(attachment).map(|place| (*memory, attachment, place)))?;
         attachment.place = place;
-        self.under_way = Some(UnderWay { memory, answered: vec![false; self.ranks], refused: false });
+        self.under_way = Some(UnderWay { memory, answered: vec![false; self.ranks], refused: None });
         Some(if place == Place::Attaching { Action::Attach(memory) } else { Action::Detach(memory) })
     }
 }

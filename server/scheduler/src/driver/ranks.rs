@@ -1,0 +1,182 @@
+//! What the driver needs of the world: callers, ranks and loaders.
+
+use std::time::Duration;
+
+use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
+
+use crate::{
+    Ask, AttachAnswer, Attachment, Delivery, Failure, Fault, LoadFailure, Receipt, Reloaded, RequestKey,
+    ServiceState, Step, StepLoop, Time,
+};
+
+/// News of a client's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryMail {
+    /// Ranks are to attach it.
+    Opened(MemoryId),
+    /// No further call names it.
+    Ended(MemoryId),
+}
+
+/// What callers have left for the driver.
+#[derive(Debug)]
+pub struct Mail<P, S, T> {
+    /// Requests, with their payloads.
+    pub delivery: Delivery<P>,
+    /// Reloads that are asked for.
+    pub reloads: Vec<Ask<S, T>>,
+    /// Memories that were opened or have ended, in order.
+    pub memories: Vec<MemoryMail>,
+}
+
+/// Why a reload brings no weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReloadFailure {
+    /// It has not begun.
+    Refused(String),
+    /// The new weights could not be loaded; the present ones go on.
+    GoOn(String),
+    /// The new weights could not be loaded; the earlier ones are loaded again.
+    Again(String),
+    /// The generation with the new weights ended before it served; the earlier ones go on.
+    NotServed(Fault),
+}
+
+/// The callers' side: what they send, and what they are told.
+pub trait Callers {
+    /// What the state machines do not need of a request.
+    type Payload;
+    /// Where weights come from.
+    type Source: Clone;
+    /// Whom the end of a reload is told. If the service ends before, it is dropped.
+    type Ticket;
+
+    /// The present time.
+    fn now(&self) -> Time;
+
+    /// Whether callers have left something since the last call.
+    fn take_mail_flag(&mut self) -> bool;
+
+    /// Calls [`StepLoop::exchange`] under the callers' lock, and takes what else they have left.
+    fn exchange(
+        &mut self,
+        steps: &mut StepLoop,
+        now: Time,
+    ) -> Mail<Self::Payload, Self::Source, Self::Ticket>;
+
+    /// Keeps a request's payload until its answer or failure.
+    fn keep(&mut self, key: RequestKey, payload: Self::Payload);
+
+    /// Whether the caller of a request has left.
+    fn has_left(&self, key: RequestKey) -> bool;
+
+    /// The memory whose rows ranks access in place for a request.
+    fn memory_of(&self, key: RequestKey) -> Option<MemoryId>;
+
+    /// Sends a request's rows, which are complete.
+    fn answer(&mut self, key: RequestKey, receipt: Receipt);
+
+    /// Ends a request without an answer.
+    fn fail(&mut self, key: RequestKey, failure: Failure);
+
+    /// Drops the computed rows of a request.
+    fn restart(&mut self, key: RequestKey);
+
+    /// Publishes the state of the service.
+    fn show(&mut self, state: ServiceState, reason: &str);
+
+    /// Reports the end of a drain.
+    fn report_drain(&mut self, requests_dropped: u64);
+
+    /// Tells how a reload has ended.
+    fn end_reload(&mut self, ticket: Self::Ticket, end: Result<Reloaded, ReloadFailure>);
+
+    /// Tells a client what ranks have of its memory.
+    fn set_attachment(&mut self, memory: MemoryId, attachment: Attachment);
+
+    /// Ends the session of a memory that the processes `left` of an ended generation may still write.
+    fn end_session(&mut self, memory: MemoryId, left: &[u32]);
+
+    /// Releases a memory: its client is gone, no rank has it, and no step names it.
+    fn release(&mut self, memory: MemoryId);
+}
+
+/// The ranks of one generation, and loaders of one set of weights at a time. Nothing here waits, except for processes to be reaped.
+pub trait Ranks: Callers {
+    /// Starts the loaders of a set. `beside`: a generation serves meanwhile; otherwise they wait until all memory that was freed
+    /// before, also that of ended loaders, is free.
+    ///
+    /// # Errors
+    /// If they could not be started.
+    fn load(
+        &mut self,
+        version: WeightVersion,
+        source: &Self::Source,
+        beside: bool,
+    ) -> Result<(), LoadFailure>;
+
+    /// Takes in news of loaders. Returns how they have ended, if they have: the set is whole then, or they are gone.
+    fn poll_loaders(&mut self) -> Option<Result<(), LoadFailure>>;
+
+    /// Frees a whole set.
+    fn free(&mut self, version: WeightVersion);
+
+    /// The weights that serve are about to be dropped before others are loaded; with the reason if these were to be loaded beside
+    /// them.
+    fn note_drop(&mut self, lacks_room: Option<&str>);
+
+    /// A generation is about to form.
+    fn note_forming(&mut self, generation: Generation);
+
+    /// Starts the ranks of a generation with a whole set.
+    ///
+    /// # Errors
+    /// If they could not be started.
+    fn form(&mut self, generation: Generation, version: WeightVersion) -> Result<(), Fault>;
+
+    /// Takes in news of ranks. Returns whether they have just become ready for steps.
+    ///
+    /// # Errors
+    /// The fault that ends the generation. What was completed before it can still be collected.
+    fn poll(&mut self) -> Result<bool, Fault>;
+
+    /// The newest step in flight whose experts phase has ended on every rank.
+    fn experts_ended(&mut self) -> Option<StepId>;
+
+    /// Copies the rows of a step to its slot and hands it to the ranks.
+    ///
+    /// # Errors
+    /// The fault that ends the generation.
+    fn launch(&mut self, step: &Step) -> Result<(), Fault>;
+
+    /// Takes the oldest step in flight if every rank has completed it, and keeps its rows. Returns when it ended.
+    fn collect(&mut self) -> Option<(StepId, Time)>;
+
+    /// After a fault: as [`collect`](Self::collect), for a step whose calls were told of their end by a rank.
+    fn collect_told(&mut self) -> Option<(StepId, Time)>;
+
+    /// A generation has ended by a fault; the service serves no more.
+    fn note_fault(&mut self, generation: Generation, fault: &Fault);
+
+    /// Kills and reaps the ranks, if there are any. Returns the processes that do not end, which may still access the memory that
+    /// they mapped.
+    fn end(&mut self) -> Vec<u32>;
+
+    /// A generation is ready, with the weights that come from `source`.
+    fn note_ready(&mut self, generation: Generation, version: WeightVersion, source: &Self::Source);
+
+    /// Steps are about to form in a new generation.
+    fn note_steps(&mut self);
+
+    /// Has every rank attach a memory.
+    fn attach(&mut self, memory: MemoryId);
+
+    /// Has every rank detach a memory.
+    fn detach(&mut self, memory: MemoryId);
+
+    /// Takes the oldest answer of a rank to [`attach`](Self::attach) or [`detach`](Self::detach).
+    fn take_attach_answer(&mut self) -> Option<(Rank, MemoryId, AttachAnswer)>;
+
+    /// The time within which ranks must answer an order, if the last one is older.
+    fn late_order(&mut self) -> Option<Duration>;
+}
