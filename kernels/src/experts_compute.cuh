@@ -39,7 +39,7 @@ __device__ __forceinline__ void finish_segment(const Block<Format>& block, const
     }
 }
 
-// The same, but loads scales and biases itself.
+// finish_segment that loads scales and biases itself.
 template <int N, class Format>
 __device__ __forceinline__ void finish_segment(const Block<Format>& block, const Segment& segment, int from, const Cursor& slot,
                                                float (&d)[N / 2]) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t bloc
     return remote;
 }
 
-// Arrives at the barrier in the same place of another block of the cluster. The arrival announces reads by the tensor cores that
+// Arrives at another block's barrier, at the same shared-memory offset. The arrival announces reads by the tensor cores that
 // have already been waited for; a release at cluster scope would add a full memory barrier to every stage.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t block, uint32_t arrivals) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(peer_address(smem_address(barrier), block)), "r"(arrivals)

@@ -262,7 +262,7 @@ async fn check(
     Ok(checkers)
 }
 
-/// Measures the echo: with one outstanding request in turn with the service, then under the load's shape.
+/// Measures a bare echo twice: one request at a time, in turn with the service; then with the load's connections and sizes.
 async fn measure_echo(args: &Args, workload: &Arc<Workload>) -> Result<EchoReport, Error> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let traffic = MemoryTraffic::new(cores);

@@ -242,7 +242,7 @@ fn a_file_that_is_truncated_while_it_is_loaded_is_a_failure_with_a_reason() {
     let weights = fs::OpenOptions::new().write(true).open(path.join("model.safetensors")).unwrap();
     let length = weights.metadata().unwrap().len();
     weights.set_len(length / 2).unwrap();
-    // The router has killed it already if the other loader met the end of the file first.
+    // If the other loader reached the end of the file first, the router has already killed this one.
     let _ = kill_process(Pid::from_raw(loader as i32).unwrap(), Signal::CONT);
     let output = router.wait_with_output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr);

@@ -291,7 +291,7 @@ fn is_hub_name(path: &Path) -> bool {
     matches!(parts[..], [Component::Normal(_), Component::Normal(_)])
 }
 
-/// The length of a regular file. A named pipe would be waited for, and a device may have no end.
+/// Length of a regular file. Others are refused: opening a named pipe blocks, and a device may have no end.
 pub(super) fn regular(path: &Path) -> std::io::Result<u64> {
     let found = std::fs::metadata(path)?;
     if found.is_dir() || found.is_file() {

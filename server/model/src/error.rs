@@ -134,7 +134,7 @@ pub enum ModelError {
         path: PathBuf,
         /// Name of the tensor.
         tensor: String,
-        /// What is wrong with them.
+        /// What is wrong with the contents.
         reason: String,
     },
     /// The model has no layer of this index.

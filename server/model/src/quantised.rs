@@ -44,7 +44,7 @@ pub(super) fn find(
     }
     if !module.has("weight") {
         return match quantization.int4 {
-            // The name that the declared method gives.
+            // The error names the tensor that the declared method would have.
             Some(Int4 { layout: Int4Layout::Gptq { .. } | Int4Layout::Awq, .. }) => {
                 Err(module.missing("qweight"))
             }

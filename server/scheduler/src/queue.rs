@@ -227,7 +227,7 @@ impl FairQueue {
         taken
     }
 
-    /// Notes that a request of `client` that a step took is complete, or is about to be put back with [`put_back`](Self::put_back).
+    /// Call when a step's request of `client` is complete, or before it is put back with [`put_back`](Self::put_back).
     pub(crate) fn release(&mut self, client: ClientKey) {
         self.unlist(client);
         if let Some(state) = self.clients.get_mut(&client) {

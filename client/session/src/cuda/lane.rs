@@ -20,7 +20,7 @@ use crate::client::SessionError;
 pub struct IntegerArray {
     /// Address of the first one.
     pub address: CUdeviceptr,
-    /// Whether they have 64 bits instead of 32. Values that do not fit 32 bits become others that no expert has.
+    /// True for int64 elements, false for int32. A value beyond 32 bits becomes an id that no expert has.
     pub are_wide: bool,
 }
 
@@ -244,7 +244,7 @@ impl Lane {
         Ok((put, take))
     }
 
-    /// Whether a call of this lane failed after the first `known` failures. Waits for the status of a call whose completion word is raised,
+    /// True if the lane has more than `known` failed calls. Waits for the status of a call whose completion word is raised,
     /// as [`CudaSession::status`] does.
     ///
     /// # Errors

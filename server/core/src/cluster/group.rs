@@ -24,8 +24,7 @@ use expertd_shm::SharedRegion;
 use expertd_telemetry::progress;
 use expertd_types::{DeviceUsage, Generation, MemoryId, Rank};
 
-/// Factor by which a process may be silent longer before its first sign of life: the system has yet to start it, and it
-/// has yet to map the channel.
+/// Before its first sign of life a process may be silent this many times longer: it must be started and map the channel.
 const START_GRACE: u32 = 10;
 
 /// Progress of a rank.

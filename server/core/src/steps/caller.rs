@@ -88,7 +88,7 @@ pub trait ClientMemory: Send + Sync + fmt::Debug {
     /// The memory as ranks receive it, with its descriptors.
     fn parts(&self) -> (MemoryKind, Vec<BorrowedFd<'_>>);
 
-    /// Sets what ranks have of it.
+    /// Records whether the ranks have attached the memory.
     fn set_attachment(&self, attachment: Attachment);
 
     /// Ends the client's use of it. Must not wait for the client.

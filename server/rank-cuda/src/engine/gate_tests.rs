@@ -36,7 +36,7 @@ impl Case {
                 *value = bf16::from_f32(normal * 2.0).to_f32();
             }
             match t % 8 {
-                // Copies make ties, among the best ones too.
+                // Copied scores make ties, also among the best.
                 0..4 => {
                     for _ in 0..e / 4 + 1 {
                         let (from, to) = (random.random_range(0..e), random.random_range(0..e));

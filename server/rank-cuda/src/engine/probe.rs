@@ -161,7 +161,7 @@ fn window(devices: &[Device], library: &Arc<Library>) -> Check {
     }
 }
 
-/// Bytes of the window that two ranks registered, a thread each.
+/// Size in bytes of the window that two ranks register in the probe, each on a thread of its own.
 fn try_window(library: &Arc<Library>) -> Result<usize, nccl_sys::Error> {
     let id = UniqueId::create(library)?.to_bytes();
     let join = |rank: u32| -> Result<usize, nccl_sys::Error> {
