@@ -55,7 +55,7 @@ fn killed_clients_leave_nothing_behind() {
     let load = Load::start(&host, 64);
     load.goes_on();
     let descriptors = host.descriptors();
-    let mut rng = SmallRng::seed_from_u64(4);
+    let mut rng = SmallRng::seed_from_u64(expertd_test_seed::seed());
     for _ in 0..40 {
         let mut victim = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "sessions::hostile::victim", "--ignored", "--nocapture"])
@@ -110,7 +110,7 @@ fn scribbling_clients_harm_nobody() {
     let hidden = host.open().session().hidden();
     load.goes_on();
     let begun = Instant::now();
-    let (mut rng, mut sessions) = (SmallRng::seed_from_u64(5), 0);
+    let (mut rng, mut sessions) = (SmallRng::seed_from_u64(expertd_test_seed::seed()), 0);
     let layer = Rows::new(&golden(FAMILY), 1, 1).layers()[0];
     while begun.elapsed() < Duration::from_secs(10) {
         let session = raw(&host, 16, 1 << 16);

@@ -12,7 +12,7 @@ pub type TestRng = rand_chacha::ChaCha8Rng;
 
 const VARIABLE: &str = "EXPERTD_TEST_SEED";
 
-/// The seed of this process: `EXPERTD_SEED`, otherwise a random number.
+/// The seed of this process: `EXPERTD_TEST_SEED`, otherwise a random number.
 ///
 /// # Panics
 /// If the variable is not a number.
