@@ -68,7 +68,7 @@ def main():
     parser = common.arguments(__doc__, ["bf16", "fp8", "mxfp4"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
     parser.add_argument("--library", type=Path, default=expertd_layer.LIBRARY, help="expertd's library")
-    parser.add_argument("--before", type=Path, help="times another build of the library, too, whose experts quantise rows")
+    parser.add_argument("--before", type=Path, help="also times another build of the library, whose experts quantise rows")
     parser.add_argument("--rows-by-experts", action="store_true", help="times expertd without dispatch's quantisation, too")
     args = parser.parse_args()
     world, shape = common.World(args.zipf), common.SHAPES[args.shape]

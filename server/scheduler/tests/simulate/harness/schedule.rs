@@ -26,7 +26,7 @@ pub enum Input {
     Leave { which: usize },
     /// A drain is requested.
     Drain { timeout_millis: u64 },
-    /// The driver makes so many calls.
+    /// The driver makes this many calls.
     Turns { count: usize },
     /// The driver goes on until it sleeps.
     UntilAsleep,

@@ -56,7 +56,7 @@ pub(super) struct Reload {
 /// Until when the driver goes on before the next input is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pace {
-    /// For so many of its calls.
+    /// For this number of its calls.
     Calls(usize),
     UntilAsleep,
 }
