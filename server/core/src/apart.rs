@@ -5,12 +5,25 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
 
 /// Drops `held` on a thread of its own; on this one if there can be no thread.
 pub fn drop_apart(held: impl Send + 'static) {
+    drop_apart_then(held, || ());
+}
+
+/// As [`drop_apart`]; the thread, which is returned, then calls `then`.
+pub(crate) fn drop_apart_then(
+    held: impl Send + 'static,
+    then: impl FnOnce() + Send + 'static,
+) -> Option<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name("closer".to_owned());
     // A thread that cannot be started drops its function, and with it what it holds.
-    let _ = thread.spawn(move || drop(held));
+    let closing = thread.spawn(move || {
+        drop(held);
+        then();
+    });
+    closing.ok()
 }
 
 /// Counts what is being dropped apart, so that there is a bound on it.
@@ -49,14 +62,13 @@ impl Drop for Closed {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::io::{IoSlice, Write as _};
-    use std::mem::MaybeUninit;
+    use std::io::Write as _;
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::{AsFd as _, OwnedFd};
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+    use expertd_shm::descriptors::send_fds;
 
     use super::*;
 
@@ -72,20 +84,12 @@ mod tests {
         (socket.into(), peer)
     }
 
-    /// Passes a descriptor over a socket whose peer does not receive it.
-    fn pass(socket: &UnixStream, descriptor: OwnedFd) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let passed = [descriptor.as_fd()];
-        assert!(control.push(SendAncillaryMessage::ScmRights(&passed)));
-        rustix::net::sendmsg(socket, &[IoSlice::new(b"F")], &mut control, SendFlags::empty()).unwrap();
-    }
-
     #[test]
     fn a_socket_whose_close_blocks_is_closed_by_another_thread_and_counted() {
         let (descriptor, peer) = lingering();
         let (service, client) = UnixStream::pair().unwrap();
-        pass(&client, descriptor);
+        send_fds(&client, &[descriptor.as_fd()]).unwrap();
+        drop(descriptor);
         let refusing = Closing::default();
         let begun = Instant::now();
         drop_apart((service, refusing.begin()));

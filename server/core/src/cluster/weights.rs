@@ -18,6 +18,7 @@ use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
+use crate::apart::{drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
@@ -43,10 +44,10 @@ impl WeightSet {
         self.shares.get(rank.index()).into_iter().flatten().map(OwnedFd::as_fd)
     }
 
-    /// Frees the memory; rings `bell` when that is done.
+    /// Frees the memory, which takes seconds for hundreds of gigabytes, on a thread of its own; rings `bell` when that is done.
     pub(crate) fn free(self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        Freeing(release(self.shares, move || bell.bell().ring()).into_iter().collect())
+        Freeing(drop_apart_then(self.shares, move || bell.bell().ring()).into_iter().collect())
     }
 }
 
@@ -65,18 +66,6 @@ impl Freeing {
         self.0.retain(|thread| !thread.is_finished());
         self.0.extend(other.0);
     }
-}
-
-/// Drops shares or loaders on a thread of its own: the system takes seconds to free hundreds of gigabytes, and the step loop must
-/// not wait for that.
-fn release(held: impl Send + 'static, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
-    let thread = std::thread::Builder::new().name("free-weights".into());
-    // Without the thread they are dropped here.
-    let freeing = thread.spawn(move || {
-        drop(held);
-        then();
-    });
-    freeing.ok()
 }
 
 /// Number of descriptors of a rank's share: sealed memory; on GPUs, the index in sealed memory, then device memory.
@@ -223,7 +212,7 @@ impl Loading {
     /// Kills the loaders, and reaps them on a thread of its own.
     fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
         self.members.iter_mut().for_each(|member| member.process.kill());
-        release(std::mem::take(&mut self.members), then)
+        drop_apart_then(std::mem::take(&mut self.members), then)
     }
 
     /// Whether a generation serves other weights meanwhile.
@@ -276,7 +265,7 @@ impl Loading {
         );
         let shares = self.members.iter_mut().filter_map(|member| member.share.take()).collect();
         // A loader that has used a GPU takes a while to end.
-        release(std::mem::take(&mut self.members), || ());
+        drop_apart(std::mem::take(&mut self.members));
         Ok(Some(WeightSet { version: self.version, source: self.source.clone(), shares }))
     }
 
