@@ -241,10 +241,9 @@ fn wrong_routing_fails_its_call_alone_and_graphs_read_it_anew() {
     assert!(error.contains("routing_bytes"), "{error}");
 }
 
-/// Calls of one GPU's session with rows of a recording until it is told to stop; every answer is compared.
-pub(super) fn calls(address: &str, device: u32, golden: &Path, stop: &AtomicBool, answered: &AtomicU64) {
+/// Calls of one GPU's session until it is told to stop; every answer is compared.
+pub(super) fn calls(address: &str, device: u32, mut rows: Rows, stop: &AtomicBool, answered: &AtomicU64) {
     let caller = Caller::open(address, device);
-    let mut rows = Rows::new(golden, u64::from(device), MAX_ROWS as usize);
     let mut prepared: BTreeMap<u32, Prepared> = BTreeMap::new();
     while !stop.load(Ordering::Relaxed) {
         let (request, wanted) = rows.draw();
@@ -252,12 +251,16 @@ pub(super) fn calls(address: &str, device: u32, golden: &Path, stop: &AtomicBool
         for _ in 0..20 {
             let [answer, ..] = caller.forward(call, &request, 0);
             let response = expertd_proto::v1::ForwardResponse { rows: answer.into(), ..Default::default() };
-            check_within(TOLERANCE, &response, &wanted, &request);
+            rows.check(&response, &wanted, &request);
             answered.fetch_add(1, Ordering::Relaxed);
         }
     }
     let status = caller.stream.status().unwrap();
     assert_eq!(status.failures, 0, "{:?}", status.last_failure);
+}
+
+fn rows_of_family(seed: u64) -> Rows {
+    Rows::new(&golden(FAMILY), seed, MAX_ROWS as usize).within(TOLERANCE)
 }
 
 #[test]
@@ -269,7 +272,8 @@ fn sessions_of_several_gpus_call_at_once() {
     let sessions: Vec<(u32, AtomicU64)> = (0..2 * gpus()).map(|one| (one / 2, AtomicU64::new(0))).collect();
     std::thread::scope(|scope| {
         for (device, answered) in &sessions {
-            scope.spawn(|| calls(&host.address, *device, &golden(FAMILY), &stop, answered));
+            let rows = rows_of_family(u64::from(*device));
+            scope.spawn(|| calls(&host.address, *device, rows, &stop, answered));
         }
         eventually(LOST, "every session is answered", || {
             sessions.iter().all(|(_, answered)| answered.load(Ordering::Relaxed) > 500)
@@ -317,7 +321,7 @@ fn a_client_that_scribbles_harms_no_other() {
     let gpu = Gpu::open(device).unwrap();
     let mut random = SmallRng::seed_from_u64(1);
     std::thread::scope(|scope| {
-        scope.spawn(|| calls(&host.address, device, &golden(FAMILY), &stop, &answered));
+        scope.spawn(|| calls(&host.address, device, rows_of_family(0), &stop, &answered));
         eventually(LOST, "calls are answered", || answered.load(Ordering::Relaxed) > 50);
         let descriptors = host.descriptors();
         for round in 0..60 {
