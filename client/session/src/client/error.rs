@@ -66,15 +66,37 @@ pub enum SessionError {
         /// The largest free range.
         largest: usize,
     },
-    /// A buffer is too small for the call.
+    /// A part of a call has another size than the call needs.
     #[error("{what} has {found} bytes, but the call needs {needed}")]
     BufferSize {
         /// `rows`, `output` or another part of the call.
         what: &'static str,
-        /// Bytes of the buffer.
+        /// Its bytes.
         found: usize,
         /// Bytes that are needed.
         needed: usize,
+    },
+    /// A buffer belongs to another session, whose memory this one does not use.
+    #[error("{what} is a buffer of another session; take buffers from the session that makes the call")]
+    ForeignBuffer {
+        /// `rows` or `output`.
+        what: &'static str,
+    },
+    /// A fork uses the session of its parent.
+    #[error(
+        "the session was opened in process {opened} and is used in process {found}; open a session in each process"
+    )]
+    OtherProcess {
+        /// The process that opened the session.
+        opened: u32,
+        /// The process that uses it.
+        found: u32,
+    },
+    /// No call has this number: it was never started, or its end was taken or forgotten.
+    #[error("the session has no call {call} to wait for; its end was taken before, or it was never started")]
+    NoSuchCall {
+        /// The number.
+        call: u64,
     },
     /// As many calls as the session allows are in flight.
     #[error("{calls} calls of this session are in flight, and no more are allowed; wait for one of them")]
