@@ -140,20 +140,6 @@ impl SessionClient {
     }
 }
 
-/// Compares the fingerprint that a request expects, if any, with that of the weights that computed its answer.
-fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
-    if expected.is_empty() || expected == found {
-        return Ok(());
-    }
-    Err(SessionError::Status {
-        code: Code::FailedPrecondition as u32,
-        message: format!("weights with fingerprint {found} are loaded, the request expects {expected}"),
-        retry_after: None,
-        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
-        fields: Vec::new(),
-    })
-}
-
 fn words(bytes: &Bytes) -> impl Iterator<Item = [u8; 4]> + '_ {
     bytes.as_chunks::<4>().0.iter().copied()
 }
@@ -265,6 +251,10 @@ mod tests {
         assert!(check_weights("sampled:01", "sampled:01").is_ok());
         let error = status(check_weights("sampled:01", "sampled:02").unwrap_err());
         assert_eq!(error.code(), Code::FailedPrecondition);
-        assert!(error.message().contains("sampled:02 are loaded"), "{}", error.message());
+        assert!(
+            error.message().contains("sampled:01 are expected, sampled:02 are loaded"),
+            "{}",
+            error.message()
+        );
     }
 }

@@ -313,7 +313,8 @@ fn calls_that_are_invalid_fail_alone() {
     does_not_fit(&|request| request.tokens -= 1, "rows");
     does_not_fit(&|request| request.payload = None, "rows");
     does_not_fit(&|request| request.token_ids = vec![0; 4 * request.tokens as usize + 4].into(), "token_ids");
-    does_not_fit(&|request| request.routing = Some(given(0)), "routing.topk_ids");
+    let two = || expertd_proto::v1::Routing { k: 2, ..given(0) };
+    does_not_fit(&|request| request.routing = Some(two()), "routing.topk_ids");
     let (request, wanted) = rows.draw();
     check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
     session.forward(&request, Duration::MAX).unwrap();

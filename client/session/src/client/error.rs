@@ -8,6 +8,9 @@ use expertd_shm::ring::RingError;
 
 use crate::wire::CompletionRecord;
 
+/// Code of gRPC.
+const FAILED_PRECONDITION: u32 = 9;
+
 impl SessionError {
     /// The error of a call that failed.
     #[must_use]
@@ -22,6 +25,23 @@ impl SessionError {
             fields,
         }
     }
+}
+
+/// Compares the fingerprint of the weights that a caller expects, if any, with that of the weights that computed an answer.
+///
+/// # Errors
+/// FAILED_PRECONDITION with both.
+pub fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
+    if expected.is_empty() || expected == found {
+        return Ok(());
+    }
+    Err(SessionError::Status {
+        code: FAILED_PRECONDITION,
+        message: format!("weights with fingerprint {expected} are expected, {found} are loaded"),
+        retry_after: None,
+        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
+        fields: Vec::new(),
+    })
 }
 
 /// Why a session cannot be opened or a call has no answer.

@@ -21,7 +21,7 @@ use self::arena::Arena;
 pub use self::arena::Buffer;
 pub use self::call::{Call, GivenRouting, Receipt};
 use self::calls::{CallBuffers, CallTable};
-pub use self::error::SessionError;
+pub use self::error::{SessionError, check_weights};
 pub(crate) use self::link::Link;
 pub(crate) use self::opening::Opening;
 use crate::socket;
