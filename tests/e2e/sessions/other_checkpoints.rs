@@ -200,8 +200,12 @@ fn answers_of_other_checkpoints_stay_right_through_kills_and_stops() {
         None => drawn(&part(synth::families()), folder.path()),
     };
     assert!(!checkpoints.is_empty());
-    let one = |model| (model, errors_and_faults(model, most_ranks(), "cuda", GPU_TOLERANCE.largest));
-    let errors = checkpoints.iter().map(one);
-    let beyond: Vec<_> = errors.filter(|(_, errors)| !errors.are_within(GPU_TOLERANCE)).collect();
+    let mut beyond = Vec::new();
+    for model in &checkpoints {
+        let errors = errors_and_faults(model, most_ranks(), "cuda", GPU_TOLERANCE.largest);
+        if !errors.are_within(GPU_TOLERANCE) {
+            beyond.push((model, errors));
+        }
+    }
     assert!(beyond.is_empty(), "{beyond:?}");
 }
