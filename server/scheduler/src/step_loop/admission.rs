@@ -84,6 +84,7 @@ impl StepLoop {
                 lost_steps: 0,
                 steps: Vec::new(),
                 tokens_per_rank: Vec::new(),
+                in_place: submission.in_place,
                 withdrawn: None,
             };
             // The inbox learns of a fault or of the end at the next exchange; requests that arrived before are refused here.
@@ -137,7 +138,8 @@ impl StepLoop {
     }
 
     pub(super) fn expected_ready(&self, now: Time) -> Time {
-        self.recovery.expected_ready(self.group.map(|group| group.formed), now)
+        let forming = self.group.filter(|_| !self.is_leaving());
+        self.recovery.expected_ready(forming.map(|group| group.formed), now)
     }
 
     /// The failure of requests that do not wait for the next generation.

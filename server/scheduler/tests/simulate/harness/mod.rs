@@ -78,7 +78,10 @@ seen!(
     orders_too_late,
     answers_to_no_order,
     steps_in_place,
-    told_steps_kept
+    told_steps_kept,
+    told_while_ending,
+    told_before_a_drains_end,
+    ended_while_ranks_end
 );
 
 /// A schedule that broke an invariant, shrunk.

@@ -56,6 +56,8 @@ pub enum Input {
     EndSession { which: usize },
     /// A rank answers the order about a memory that is under way.
     RankAnswers { refuses: bool },
+    /// Killed ranks are reaped.
+    Reaped,
     /// A rank answers an order that it was not given.
     RankLies,
     /// The order under way takes too long.
@@ -84,6 +86,8 @@ pub enum Failing {
     Launch,
     /// Processes of ranks that are ended do not end.
     End,
+    /// The next ranks that are ended take their time.
+    QuickEnd,
 }
 
 /// A schedule: the service's settings and the inputs.
@@ -112,6 +116,7 @@ impl Schedule {
             3 | 8 => split_and_late(&mut random, seed),
             4 | 5 => reloads(&mut random, seed),
             6 | 7 | 9 => sessions(&mut random, seed),
+            10 => slow_ends(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -203,6 +208,7 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
         194..198 => reload(random),
         198..202 => Input::Packed,
         202 => Input::StaleNews,
+        203 if random.chance(30) => Input::Reaped,
         203 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
         204 => Input::Fault { is_load: false },
         205..208 => Input::OpenSession,
@@ -217,7 +223,15 @@ fn reload(random: &mut Random) -> Input {
 
 fn failing(random: &mut Random) -> Input {
     Input::NextFails {
-        what: random.choose(&[Failing::Load, Failing::Form, Failing::Launch, Failing::End, Failing::End]),
+        what: random.choose(&[
+            Failing::Load,
+            Failing::Form,
+            Failing::Launch,
+            Failing::End,
+            Failing::End,
+            Failing::QuickEnd,
+            Failing::QuickEnd,
+        ]),
     }
 }
 
@@ -268,17 +282,61 @@ fn sessions(random: &mut Random, seed: u64) -> Schedule {
             57..66 => Input::Ready,
             66 => failing(random),
             67 => Input::RankLies,
-            68..71 => Input::OrderIsLate,
-            71 => reload(random),
-            72 => Input::Packed,
-            73 => Input::Leave { which: random.between(0, 3) as usize },
-            74..79 => Input::Pass { micros: random.choose(&[100, 150_000, 6_000_000]) },
-            79..85 => Input::Turns { count: random.between(1, 12) as usize },
+            68..72 => Input::OrderIsLate,
+            72 => reload(random),
+            73 => Input::Packed,
+            74 => Input::Leave { which: random.between(0, 3) as usize },
+            75..79 => Input::Pass { micros: random.choose(&[100, 150_000, 6_000_000]) },
+            79 => Input::Reaped,
+            80..85 => Input::Turns { count: random.between(1, 12) as usize },
             _ => Input::UntilAsleep,
         });
         if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
-            inputs.push(Input::Fault { is_load: false });
+            if random.chance(10) {
+                inputs.push(Input::Drain { timeout_millis: 0 });
+            } else {
+                inputs.push(Input::Fault { is_load: false });
+            }
         }
+    }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
+}
+
+/// Ranks that are ended slowly, by faults and drains, while they still tell calls of their end and deadlines pass.
+fn slow_ends(random: &mut Random, seed: u64) -> Schedule {
+    let config = Config { ranks: 1, slots: random.between(1, 3) as usize, ..healthy(random, seed, 16) };
+    let mut inputs = BEGIN.to_vec();
+    let answers = [Input::UntilAsleep, Input::RankAnswers { refuses: false }, Input::UntilAsleep];
+    inputs.push(Input::OpenSession);
+    inputs.extend(answers);
+    let is_mixed = random.chance(30);
+    for _ in 0..random.between(1, 6) {
+        for _ in 0..random.between(1, 3) {
+            inputs.extend([submit(random, 8, false, if is_mixed { 50 } else { 100 }), Input::UntilAsleep]);
+            inputs.extend(random.chance(30).then_some(Input::Tell));
+            inputs.extend(random.chance(30).then_some(Input::Experts));
+        }
+        inputs.extend(random.chance(80).then_some(Input::NextFails { what: Failing::QuickEnd }));
+        inputs.extend(random.chance(10).then_some(Input::NextFails { what: Failing::End }));
+        inputs.push(if random.chance(80) {
+            Input::Fault { is_load: false }
+        } else {
+            Input::Drain { timeout_millis: random.between(0, 1) }
+        });
+        inputs.push(Input::UntilAsleep);
+        for _ in 0..random.between(0, 6) {
+            inputs.push(match random.between(0, 9) {
+                0..4 => Input::Tell,
+                4 => submit(random, 8, false, 50),
+                5 => reload(random),
+                6 => Input::Leave { which: random.between(0, 3) as usize },
+                7 => Input::Pass { micros: random.choose(&[1_000, 150_000]) },
+                _ => Input::UntilAsleep,
+            });
+        }
+        inputs.extend([Input::Reaped, Input::UntilAsleep, Input::Pass { micros: 5_000_000 }, Input::UntilAsleep]);
+        inputs.extend([Input::Ready, Input::UntilAsleep, Input::Ready]);
+        inputs.extend(answers);
     }
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }
@@ -374,6 +432,7 @@ fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
             50..65 => Input::Experts,
             65..75 => Input::Done,
             75..80 => Input::Leave { which: random.between(0, 3) as usize },
+            80 if random.chance(50) => Input::NextFails { what: Failing::QuickEnd },
             80 => Input::Fault { is_load: false },
             81 => Input::Ready,
             82 => Input::Reload { has_room: true, is_quick: true, is_outdated: false },
