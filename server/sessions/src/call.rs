@@ -13,7 +13,7 @@ use expertd_core::validate::{Asked, AskedRows};
 use expertd_ipc::{AttachedRows, Raise, RowSource};
 use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_telemetry::RequestTrace;
-use expertd_types::LayerId;
+use expertd_types::{LayerId, MemoryId};
 
 use crate::completion::{completion, failed};
 use crate::session::Session;
@@ -111,6 +111,10 @@ impl<E: CallEnd> Call<E> {
 impl<E: CallEnd> Caller for Call<E> {
     fn has_left(&self) -> bool {
         self.end.session().is_closing()
+    }
+
+    fn memory(&self) -> Option<MemoryId> {
+        Some(self.end.session().memory_id())
     }
 
     fn rows(&self, range: Range<usize>) -> RowSource<'_> {

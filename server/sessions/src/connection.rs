@@ -169,7 +169,7 @@ mod tests {
 
     use std::sync::Mutex;
 
-    use expertd_core::backend::{ModelInfo, Request};
+    use expertd_core::backend::{ModelInfo, Request, ServiceState};
     use expertd_core::steps::{Caller, ClientMemory};
     use expertd_ipc::control::DeviceKind;
     use expertd_types::MemoryId;
@@ -189,6 +189,10 @@ mod tests {
 
         fn device(&self) -> DeviceKind {
             DeviceKind::Cpu
+        }
+
+        fn state(&self) -> ServiceState {
+            ServiceState::Serving
         }
 
         fn take_in(&self, _: Request, _: Box<dyn Caller>) {}

@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_core::backend::{Attachment, CallError, ClientKey, ModelInfo, Request, StepError, SubmitError};
+use expertd_core::backend::{
+    Attachment, CallError, ClientKey, ModelInfo, Request, ServiceState, StepError, SubmitError,
+};
 use expertd_core::fuzzing::{check_request, model, receipt};
 use expertd_core::steps::{Caller, ClientMemory};
 use expertd_ipc::RowSource;
@@ -91,6 +93,10 @@ impl Steps for Echo {
 
     fn device(&self) -> DeviceKind {
         DeviceKind::Cuda
+    }
+
+    fn state(&self) -> ServiceState {
+        ServiceState::Serving
     }
 
     fn take_in(&self, request: Request, caller: Box<dyn Caller>) {

@@ -8,15 +8,16 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::fault::{FormError, channel_fault};
 use super::observed::ObservedTime;
-use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
+use super::process::{ChildProcess, Killed, RankEvent, RankNews, left_processes};
 use super::weights::WeightSet;
+use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
@@ -54,13 +55,21 @@ struct Member {
     missed_beats: u32,
 }
 
-/// A generation. Dropping it kills and reaps its ranks.
+/// The end of a generation's ranks, which a thread of its own waits for.
+#[derive(Debug)]
+struct Ending {
+    reaping: Dropping,
+    pids: Vec<u32>,
+}
+
+/// A generation. Dropping it kills its ranks and has them reaped.
 #[derive(Debug)]
 pub(crate) struct Group {
     config: Arc<ClusterConfig>,
     generation: Generation,
     channel: RouterChannel,
     members: Vec<Member>,
+    ending: Option<Ending>,
     events: Receiver<RankEvent>,
     /// Events received and not yet processed.
     received: VecDeque<RankEvent>,
@@ -103,6 +112,7 @@ impl Group {
             generation,
             channel,
             members: Vec::new(),
+            ending: None,
             events,
             received: VecDeque::new(),
             completed: VecDeque::new(),
@@ -159,14 +169,23 @@ impl Group {
         std::mem::take(&mut self.usage_changed)
     }
 
+    /// Whether the ranks are being ended, or gone.
+    pub(crate) const fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
     /// Whether steps can be launched.
     #[must_use]
     pub(crate) const fn is_started(&self) -> bool {
         self.started
     }
 
-    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process.
+    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process, or
+    /// ranks that were ended are gone.
     pub(crate) fn collect(&mut self) -> bool {
+        if let Some(ending) = &self.ending {
+            return ending.reaping.has_ended();
+        }
         self.received.extend(self.events.try_iter());
         for rank in 0..self.members.len() {
             let rank = Rank(rank as u32);
@@ -235,9 +254,8 @@ impl Group {
                 };
                 return Err(Fault { kind, message: format!("rank {rank}: {message}") });
             }
-            RankNews::Gone => {
-                let how =
-                    member.process.exit_status().map_or_else(String::new, |status| format!(" ({status})"));
+            RankNews::Gone(status) => {
+                let how = status.map_or_else(String::new, |status| format!(" ({status})"));
                 return Err(Fault {
                     kind: FaultKind::Exit,
                     message: format!("rank {rank}, process {}, ended{how}", member.view.pid),
@@ -283,26 +301,39 @@ impl Group {
         Ok(())
     }
 
-    /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
-    /// mapped.
-    pub(crate) fn end(mut self) -> Vec<u32> {
-        self.kill_and_reap();
-        let left = self.members.iter().filter(|member| member.process.is_left());
-        left.map(|member| member.view.pid).collect()
+    /// Kills every rank. A thread reaps them, then rings `bell`.
+    pub(crate) fn end(&mut self, bell: &RouterBell) {
+        let pids = self.members.iter().map(|member| member.view.pid).collect();
+        let bell = bell.clone();
+        let reaping = drop_apart_then(self.kill(), move || bell.bell().ring());
+        self.ending = Some(Ending { reaping, pids });
     }
 
-    fn kill_and_reap(&mut self) {
-        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
+    fn kill(&mut self) -> Killed {
+        Killed::new(self.members.drain(..).map(|member| member.process).collect())
     }
 
-    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
+    /// Returns once the ranks that were [ended](Self::end) are gone: the ids of processes that do not end, which may still access the
+    /// memory that they mapped.
+    pub(crate) fn left(&self) -> Option<Vec<u32>> {
+        let ending = self.ending.as_ref().filter(|ending| ending.reaping.has_ended())?;
+        let left = left_processes();
+        Some(ending.pids.iter().copied().filter(|pid| left.contains(pid)).collect())
+    }
+
+    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left. Ranks that were ended are waited for.
     pub(crate) fn leave(mut self, deadline: Instant) {
+        while self.ending.as_ref().is_some_and(|ending| !ending.reaping.has_ended()) {
+            progress::tick();
+            std::thread::sleep(Duration::from_millis(2));
+        }
         for member in &self.members {
             member.process.send(ToRank::Exit);
         }
         for member in &mut self.members {
             member.process.wait_until(deadline);
         }
+        drop(self.kill());
     }
 }
 
@@ -332,6 +363,8 @@ fn rank_setup(
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.kill_and_reap();
+        if !self.members.is_empty() {
+            drop_apart(self.kill());
+        }
     }
 }

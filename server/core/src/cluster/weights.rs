@@ -5,9 +5,9 @@ use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::RouterBell;
@@ -17,8 +17,8 @@ use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
-use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
-use crate::apart::{drop_apart, drop_apart_then};
+use super::process::{ChildProcess, Killed, Start, exit_status};
+use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
@@ -47,23 +47,23 @@ impl WeightSet {
     /// Frees the memory, which takes seconds for hundreds of gigabytes, on a thread of its own; rings `bell` when that is done.
     pub(crate) fn free(self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        Freeing(drop_apart_then(self.shares, move || bell.bell().ring()).into_iter().collect())
+        Freeing(vec![drop_apart_then(self.shares, move || bell.bell().ring())])
     }
 }
 
 /// Memory that is being freed.
 #[derive(Debug, Default)]
-pub(crate) struct Freeing(Vec<JoinHandle<()>>);
+pub(crate) struct Freeing(Vec<Dropping>);
 
 impl Freeing {
     /// Whether the memory is free.
     fn has_ended(&self) -> bool {
-        self.0.iter().all(JoinHandle::is_finished)
+        self.0.iter().all(Dropping::has_ended)
     }
 
     /// Adds memory.
     pub(crate) fn add(&mut self, other: Freeing) {
-        self.0.retain(|thread| !thread.is_finished());
+        self.0.retain(|dropping| !dropping.has_ended());
         self.0.extend(other.0);
     }
 }
@@ -96,14 +96,13 @@ struct Member {
     silent: u32,
     /// When `loaded_bytes` last grew.
     last_progress: Instant,
-    /// When it closed its socket without a share. Its exit status is awaited for a moment.
-    gone: Option<Instant>,
 }
 
 #[derive(Debug)]
 enum News {
     Message(FromLoader, Vec<OwnedFd>),
-    Gone,
+    /// It has closed its socket. Its exit status, if it has ended.
+    Gone(Option<ExitStatus>),
 }
 
 /// The failure of loaders that ran.
@@ -184,20 +183,14 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))
-                .map_err(|error| {
-                    let message = format!("cannot start the loaders: {error}");
-                    LoadFailure { message, lacks_room: false, is_setup: true }
-                })?;
+            let process =
+                ChildProcess::spawn(&start, move |socket, pid| read(socket, pid, rank, &events, &bell))
+                    .map_err(|error| {
+                        let message = format!("cannot start the loaders: {error}");
+                        LoadFailure { message, lacks_room: false, is_setup: true }
+                    })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
-            self.members.push(Member {
-                process,
-                view,
-                share: None,
-                silent: 0,
-                last_progress: now,
-                gone: None,
-            });
+            self.members.push(Member { process, view, share: None, silent: 0, last_progress: now });
         }
         Ok(())
     }
@@ -205,14 +198,14 @@ impl Loading {
     /// Ends the loaders. Their memory is free once they are reaped, which takes as long as the system needs; `bell` rings then.
     pub(crate) fn end(mut self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        let handle = self.release(move || bell.bell().ring());
-        Freeing(handle.into_iter().collect())
+        Freeing(vec![self.release(move || bell.bell().ring())])
     }
 
-    /// Kills the loaders, and reaps them on a thread of its own.
-    fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
-        self.members.iter_mut().for_each(|member| member.process.kill());
-        drop_apart_then(std::mem::take(&mut self.members), then)
+    /// Kills the loaders, and reaps them on a thread of its own, which then drops what they made.
+    fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Dropping {
+        let members = self.members.drain(..).map(|member| (member.process, member.share));
+        let (processes, shares): (Vec<_>, Vec<_>) = members.unzip();
+        drop_apart_then((Killed::new(processes), shares), then)
     }
 
     /// Whether a generation serves other weights meanwhile.
@@ -246,7 +239,6 @@ impl Loading {
         while let Some((rank, news)) = self.waiting.pop_front() {
             self.take_in(rank, news)?;
         }
-        self.check_gone()?;
         if Instant::now() >= self.next_check {
             self.check_life()?;
         }
@@ -297,28 +289,8 @@ impl Loading {
                 let message = format!("the loader of rank {rank}: {message}");
                 return Err(LoadFailure { message, lacks_room, is_setup: false });
             }
-            News::Gone if member.share.is_some() => {}
-            News::Gone => member.gone = Some(Instant::now()),
-        }
-        Ok(())
-    }
-
-    /// Fails if a loader has ended without a share.
-    fn check_gone(&mut self) -> Result<(), LoadFailure> {
-        for (rank, member) in self.members.iter_mut().enumerate() {
-            let Some(gone) = member.gone else { continue };
-            let status = member.process.status();
-            if status.is_some() || gone.elapsed() >= STATUS_TIMEOUT {
-                let how = status.map_or_else(String::new, |status| format!(" ({status})"));
-                // Reading behind the end of a mapped file that was truncated raises SIGBUS.
-                let why = match status.and_then(|status| status.signal()) {
-                    Some(SIGBUS) => "; was a file of the checkpoint truncated while it was read?",
-                    Some(SIGKILL) => "; if nothing else killed it, memory may have run out",
-                    _ => "",
-                };
-                let pid = member.view.pid;
-                return Err(failed(format!("the loader of rank {rank}, process {pid}, ended{how}{why}")));
-            }
+            News::Gone(_) if member.share.is_some() => {}
+            News::Gone(status) => return Err(failed(ended(rank, member.view.pid, status))),
         }
         Ok(())
     }
@@ -351,6 +323,18 @@ impl Drop for Loading {
     }
 }
 
+/// Says that a loader has ended without a share.
+fn ended(rank: Rank, pid: u32, status: Option<ExitStatus>) -> String {
+    let how = status.map_or_else(String::new, |status| format!(" ({status})"));
+    // Reading behind the end of a mapped file that was truncated raises SIGBUS.
+    let why = match status.and_then(|status| status.signal()) {
+        Some(SIGBUS) => "; was a file of the checkpoint truncated while it was read?",
+        Some(SIGKILL) => "; if nothing else killed it, memory may have run out",
+        _ => "",
+    };
+    format!("the loader of rank {rank}, process {pid}, ended{how}{why}")
+}
+
 /// Numbers of signals, as `ExitStatusExt::signal` gives them.
 const SIGBUS: i32 = 7;
 const SIGKILL: i32 = 9;
@@ -360,7 +344,7 @@ fn rounded(number: f64) -> f64 {
     (number * 100.0).round() / 100.0
 }
 
-fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
+fn read(socket: UnixStream, pid: u32, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
     let mut reader = BufReader::new(FdReader::new(socket));
     loop {
         let news = match control::receive::<FromLoader>(&mut reader) {
@@ -370,13 +354,13 @@ fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &Ro
                 let fds = if is_last { reader.get_mut().take_fds() } else { Vec::new() };
                 News::Message(message, fds)
             }
-            Ok(None) => News::Gone,
+            Ok(None) => News::Gone(exit_status(pid)),
             Err(error) => {
                 tracing::debug!(%rank, %error, "a loader's control socket broke");
-                News::Gone
+                News::Gone(exit_status(pid))
             }
         };
-        let last = matches!(news, News::Gone);
+        let last = matches!(news, News::Gone(_));
         let sent = events.send((rank, news));
         bell.bell().ring();
         if last || sent.is_err() {

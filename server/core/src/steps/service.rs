@@ -108,7 +108,8 @@ impl Service {
 
     /// Leaves a request for the step loop, or returns its caller with the reason why it is not admitted.
     fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (SubmitError, Box<dyn Caller>)> {
-        let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
+        let in_place = caller.memory().is_some();
+        let (submission, now) = (self.submission(&request, in_place), self.shared.time(Instant::now()));
         let mut front = self.shared.front();
         if let Some(refusal) = front.inbox.refuse(now, &submission) {
             return Err((refusal.into(), caller));
@@ -122,7 +123,7 @@ impl Service {
     }
 
     /// The request as admission sees it.
-    fn submission(&self, request: &Request) -> Submission {
+    fn submission(&self, request: &Request, in_place: bool) -> Submission {
         let model = self.shared.model.read().unwrap_or_else(PoisonError::into_inner);
         let own_k = model.layers.get(&request.layer).map_or(1, |layer| layer.top_k);
         drop(model);
@@ -133,6 +134,7 @@ impl Service {
             tokens: request.tokens,
             deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
             expected_version: request.expected_version,
+            in_place,
         }
     }
 }
@@ -176,6 +178,10 @@ impl Steps for Service {
 
     fn device(&self) -> DeviceKind {
         self.shared.reload.device
+    }
+
+    fn state(&self) -> ServiceState {
+        *self.shared.state.borrow()
     }
 
     fn take_in(&self, request: Request, caller: Box<dyn Caller>) {

@@ -49,7 +49,8 @@ impl Processes {
 
     pub(super) fn show_ranks(&self) {
         let loading = self.loading.as_ref().filter(|loading| !loading.is_in_background());
-        let ranks = match (&self.group, loading) {
+        let group = self.group.as_ref().filter(|group| !group.is_ending());
+        let ranks = match (group, loading) {
             (None, Some(loading)) => (0..)
                 .zip(loading.views())
                 .map(|(rank, view)| RankStatus {

@@ -217,6 +217,7 @@ impl World {
         self.check_unused(key)?;
         let caller = self.caller(key)?.clone();
         ensure!(!caller.is_answered, "request {key} is answered twice");
+        ensure!(!caller.is_told, "request {key} fails, and a rank has told it of its end");
         self.seen.withdrawn_while_in_a_step += u64::from(caller.was_withdrawn);
         match failure {
             Failure::Cancelled => {

@@ -189,8 +189,8 @@ impl World {
             // The thread learns of a drain, and closes admission, at the next exchange.
             let is_told = !self.inbox.has_mail() && !steps.has_news_for_inbox(now);
             // Ranks that write in memory of callers are ended first.
-            let is_told = is_told && !(self.is_ending() && !self.told.in_flight.is_empty());
-            ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
+            let waits = self.is_ending() && !self.told.in_flight.is_empty();
+            ensure!(!is_told || waits || self.end.is_some(), "a drain goes on after its deadline");
         }
         let state = if steps.has_news_for_inbox(now) || self.inbox.has_mail() {
             self.shown

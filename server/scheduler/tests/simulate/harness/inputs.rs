@@ -113,8 +113,7 @@ impl World {
     pub(super) fn submit(&mut self, call: Call) {
         let Call { client, kind, tokens, deadline, is_poison, is_closed_loop, memory, expected } = call;
         let kind = self.schedule.kinds[kind];
-        let submission =
-            Submission {
+        let submission = Submission {
             client: ClientKey(client),
             kind,
             tokens,

@@ -12,6 +12,7 @@ mod ranks;
 mod schedule;
 mod sessions;
 mod shares;
+mod with_sessions;
 mod world;
 
 use std::fmt;

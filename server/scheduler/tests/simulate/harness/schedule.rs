@@ -7,6 +7,7 @@ use expertd_types::LayerId;
 
 use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
+use super::with_sessions;
 
 /// One event in or around the driver. Each input is possible at any time. An input that does not apply does nothing, so any part of a
 /// schedule is a schedule.
@@ -102,7 +103,7 @@ pub struct Schedule {
 }
 
 /// The first weights are loaded, and the first generation serves.
-const BEGIN: [Input; 5] =
+pub(super) const BEGIN: [Input; 5] =
     [Input::UntilAsleep, Input::Ready, Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
 
 impl Schedule {
@@ -115,8 +116,8 @@ impl Schedule {
             2 => crowd(&mut random, seed),
             3 | 8 => split_and_late(&mut random, seed),
             4 | 5 => reloads(&mut random, seed),
-            6 | 7 | 9 => sessions(&mut random, seed),
-            10 => slow_ends(&mut random, seed),
+            6 | 7 | 9 => with_sessions::sessions(&mut random, seed),
+            10 => with_sessions::slow_ends(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -143,7 +144,7 @@ fn config(random: &mut Random, seed: u64) -> Config {
     }
 }
 
-fn kinds(count: u64) -> Vec<StepKind> {
+pub(super) fn kinds(count: u64) -> Vec<StepKind> {
     (0..count).map(|i| StepKind { layer: LayerId(i as u32 / 2), top_k: 1 + i as usize % 2 }).collect()
 }
 
@@ -217,11 +218,11 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
     }
 }
 
-fn reload(random: &mut Random) -> Input {
+pub(super) fn reload(random: &mut Random) -> Input {
     Input::Reload { has_room: random.chance(70), is_quick: random.chance(40), is_outdated: random.chance(5) }
 }
 
-fn failing(random: &mut Random) -> Input {
+pub(super) fn failing(random: &mut Random) -> Input {
     Input::NextFails {
         what: random.choose(&[
             Failing::Load,
@@ -259,89 +260,7 @@ fn reloads(random: &mut Random, seed: u64) -> Schedule {
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }
 
-/// Sessions that come and go while their calls are computed, ranks that refuse memory, and faults.
-fn sessions(random: &mut Random, seed: u64) -> Schedule {
-    let (ranks, slots) = (random.between(1, 2) as usize, random.between(1, 3) as usize);
-    let config = Config { ranks, slots, ..healthy(random, seed, 16) };
-    let mut inputs = BEGIN.to_vec();
-    if random.chance(70) {
-        inputs.extend([Input::OpenSession, Input::UntilAsleep]);
-        inputs.extend(vec![Input::RankAnswers { refuses: false }; config.ranks]);
-        inputs.push(Input::UntilAsleep);
-    }
-    for _ in 0..random.between(30, 120) {
-        inputs.push(match random.between(0, 99) {
-            0..6 => Input::OpenSession,
-            6..10 => Input::EndSession { which: random.between(0, 5) as usize },
-            10..30 => Input::RankAnswers { refuses: random.chance(8) },
-            30..44 => submit(random, 10, false, 90),
-            44..49 => Input::Tell,
-            49..53 => Input::Done,
-            53..56 => Input::Experts,
-            56 => Input::Fault { is_load: false },
-            57..66 => Input::Ready,
-            66 => failing(random),
-            67 => Input::RankLies,
-            68..72 => Input::OrderIsLate,
-            72 => reload(random),
-            73 => Input::Packed,
-            74 => Input::Leave { which: random.between(0, 3) as usize },
-            75..79 => Input::Pass { micros: random.choose(&[100, 150_000, 6_000_000]) },
-            79 => Input::Reaped,
-            80..85 => Input::Turns { count: random.between(1, 12) as usize },
-            _ => Input::UntilAsleep,
-        });
-        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
-            if random.chance(10) {
-                inputs.push(Input::Drain { timeout_millis: 0 });
-            } else {
-                inputs.push(Input::Fault { is_load: false });
-            }
-        }
-    }
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
-}
-
-/// Ranks that are ended slowly, by faults and drains, while they still tell calls of their end and deadlines pass.
-fn slow_ends(random: &mut Random, seed: u64) -> Schedule {
-    let config = Config { ranks: 1, slots: random.between(1, 3) as usize, ..healthy(random, seed, 16) };
-    let mut inputs = BEGIN.to_vec();
-    let answers = [Input::UntilAsleep, Input::RankAnswers { refuses: false }, Input::UntilAsleep];
-    inputs.push(Input::OpenSession);
-    inputs.extend(answers);
-    let is_mixed = random.chance(30);
-    for _ in 0..random.between(1, 6) {
-        for _ in 0..random.between(1, 3) {
-            inputs.extend([submit(random, 8, false, if is_mixed { 50 } else { 100 }), Input::UntilAsleep]);
-            inputs.extend(random.chance(30).then_some(Input::Tell));
-            inputs.extend(random.chance(30).then_some(Input::Experts));
-        }
-        inputs.extend(random.chance(80).then_some(Input::NextFails { what: Failing::QuickEnd }));
-        inputs.extend(random.chance(10).then_some(Input::NextFails { what: Failing::End }));
-        inputs.push(if random.chance(80) {
-            Input::Fault { is_load: false }
-        } else {
-            Input::Drain { timeout_millis: random.between(0, 1) }
-        });
-        inputs.push(Input::UntilAsleep);
-        for _ in 0..random.between(0, 6) {
-            inputs.push(match random.between(0, 9) {
-                0..4 => Input::Tell,
-                4 => submit(random, 8, false, 50),
-                5 => reload(random),
-                6 => Input::Leave { which: random.between(0, 3) as usize },
-                7 => Input::Pass { micros: random.choose(&[1_000, 150_000]) },
-                _ => Input::UntilAsleep,
-            });
-        }
-        inputs.extend([Input::Reaped, Input::UntilAsleep, Input::Pass { micros: 5_000_000 }, Input::UntilAsleep]);
-        inputs.extend([Input::Ready, Input::UntilAsleep, Input::Ready]);
-        inputs.extend(answers);
-    }
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
-}
-
-fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -> Input {
+pub(super) fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -> Input {
     Input::Submit {
         client: random.between(1, 3),
         kind: 0,
@@ -353,7 +272,7 @@ fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -
     }
 }
 
-fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
+pub(super) fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
     Config {
         max_tokens_per_step: limit,
         max_segments_per_rank: limit,

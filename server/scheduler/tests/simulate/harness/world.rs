@@ -304,7 +304,9 @@ impl World {
             || self.now >= wake_at
             || self.loaders.as_ref().is_some_and(|loaders| loaders.end.is_some())
             || self.ranks.as_ref().is_some_and(Ranks::has_news)
-            || steps.has_waiting() && !self.is_ending() && self.ended_experts().is_some_and(|step| Some(step) != heard)
+            || steps.has_waiting()
+                && !self.is_ending()
+                && self.ended_experts().is_some_and(|step| Some(step) != heard)
     }
 
     /// The schedule is over: ranks work without faults until everything is answered, then the service drains until it ends.
