@@ -262,3 +262,36 @@ fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == 0.0);
     eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
 }
+
+/// Sessions that end while their calls wait for a step that does not end: the calls leave the queue with their clients, and ranks give
+/// the memory back when they go on.
+#[test]
+fn sessions_that_end_while_their_calls_wait_leave_nothing() {
+    let runtime = runtime();
+    let timeouts = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
+    let host = Host::start(FAMILY, 2, &timeouts);
+    let (before, session) = (host.descriptors(), host.open());
+    let charged = value(&host, "expertd_session_bytes", "");
+    let leaving: Vec<_> = (0..4).map(|_| raw(&host, CALLS, ROWS_BYTES)).collect();
+    let stopped = host.service.ranks()[0];
+    send(stopped, Signal::STOP);
+    let (request, wanted) = Rows::new(&golden(FAMILY), 5, 8).draw();
+    let waiting = std::thread::spawn(move || {
+        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+        session
+    });
+    eventually(LOST, "a step is under way", || host.status(&runtime).requests_in_flight == 1);
+    leaving.iter().for_each(|session| begin_calls(session, CALLS, 8));
+    let queued = || host.status(&runtime).requests_queued;
+    eventually(LOST, "every call waits", || queued() == 4 * u64::from(CALLS));
+    let kept: Vec<_> = leaving.into_iter().map(|session| session.region).collect();
+    eventually(LOST, "the calls leave the queue", || queued() == 0);
+    eventually(LOST, "the sessions give their places back", || host.status(&runtime).sessions.len() == 1);
+    assert_eq!(host.status(&runtime).requests_in_flight, 1, "the step has not ended");
+    send(stopped, Signal::CONT);
+    let session = waiting.join().unwrap();
+    eventually(LOST, "no page is left", || kept.iter().all(|region| page_bytes(region) == 0));
+    eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == charged);
+    drop(session);
+    eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
+}
