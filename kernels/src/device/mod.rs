@@ -11,7 +11,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute};
 use cudarc::driver::{CudaContext, result};
 
 pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device, write_device};
-pub use shareable::ShareableMemory;
+pub use shareable::{ShareableMemory, Unmapped};
 pub use stream::{Graph, Stream};
 
 /// Errors of the CUDA driver.
@@ -139,13 +139,20 @@ impl Device {
     /// # Errors
     /// The driver's error.
     pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
+        self.reaches_number(other.context.cu_device())
+    }
+
+    /// Whether this GPU can load and store the memory of the GPU with number `other`.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn reaches_number(&self, other: i32) -> Result<bool, DeviceError> {
+        let other = check("cuDeviceGet", result::device::get(other))?;
+        let own = self.context.cu_device();
         let mut can = 0;
         // SAFETY: both devices exist, and `can` is valid for writes.
-        let status = unsafe {
-            sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), other.context.cu_device())
-        };
-        check("cuDeviceCanAccessPeer", status.result())?;
-        Ok(can != 0)
+        let status = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own, other) };
+        Ok(own == other || check("cuDeviceCanAccessPeer", status.result()).map(|()| can != 0)?)
     }
 
     /// Lets this GPU's kernels load and store `other`'s memory; returns false if they cannot.
@@ -181,6 +188,19 @@ impl Device {
         let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
         Ok(Stream::new(raw, self.clone()))
     }
+}
+
+/// The UUID of the GPU with this number.
+///
+/// # Errors
+/// The driver's error.
+pub fn uuid_of(number: i32) -> Result<[u8; 16], DeviceError> {
+    let device = check("cuDeviceGet", result::device::get(number))?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the argument is valid for writes.
+    let status = unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+    check("cuDeviceGetUuid", status.result())?;
+    Ok(uuid.bytes.map(i8::cast_unsigned))
 }
 
 /// Name and compute capability of a GPU, whose number is less than [`Device::count`]. Makes no context.

@@ -71,27 +71,14 @@ impl Drop for Closed {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::io::Write as _;
-    use std::net::{TcpListener, TcpStream};
-    use std::os::fd::{AsFd as _, OwnedFd};
+    use std::os::fd::AsFd as _;
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
     use expertd_shm::descriptors::send_fds;
+    use expertd_test_seed::lingering;
 
     use super::*;
-
-    /// A socket that lingers over bytes that its peer does not read.
-    fn lingering() -> (OwnedFd, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let peer = listener.accept().unwrap().0;
-        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
-        socket.set_nonblocking(true).unwrap();
-        while (&socket).write(&[0; 1 << 16]).is_ok() {}
-        socket.set_nonblocking(false).unwrap();
-        (socket.into(), peer)
-    }
 
     #[test]
     fn a_socket_whose_close_blocks_is_closed_by_another_thread_and_counted() {

@@ -35,6 +35,6 @@ pub use self::driver::{Gpu, driver_present};
 #[cfg(feature = "cuda")]
 pub use self::lane::{CallArrays, IntegerArray, Lane, RoutingArrays};
 #[cfg(feature = "cuda")]
-pub use self::memory::{DeviceMemory, ImportedMemory};
+pub use self::memory::DeviceMemory;
 #[cfg(feature = "cuda")]
 pub use self::stream::{SessionGraph, SessionStream};

@@ -1,7 +1,5 @@
 //! Tests of `release`.
 
-use std::io::Write as _;
-use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
@@ -13,6 +11,7 @@ use super::*;
 use expertd_core::backend::ClientKey;
 use expertd_shm::descriptors::send_fds;
 use expertd_telemetry::RequestMetrics;
+use expertd_test_seed::lingering;
 
 use crate::cuda::CudaSession;
 use crate::host::HostSession;
@@ -75,18 +74,6 @@ fn a_region_loses_its_pages_with_the_last_use_and_is_charged_until_then() {
     drop(of_a_call);
     wait_until_free(&charges);
     assert_eq!((blocks(&kept_host), blocks(&kept_cuda)), (0, 0), "what is not charged has no pages");
-}
-
-/// A socket that lingers over bytes that its peer does not read.
-fn lingering() -> (OwnedFd, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let peer = listener.accept().unwrap().0;
-    rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
-    socket.set_nonblocking(true).unwrap();
-    while (&socket).write(&[0; 1 << 16]).is_ok() {}
-    socket.set_nonblocking(false).unwrap();
-    (socket.into(), peer)
 }
 
 #[test]
