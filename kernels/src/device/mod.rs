@@ -139,7 +139,7 @@ impl Device {
     /// # Errors
     /// The driver's error.
     pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
-        self.reaches_number(other.context.cu_device())
+        Ok(self.ordinal() != other.ordinal() && self.reaches_number(other.ordinal().cast_signed())?)
     }
 
     /// Whether this GPU can load and store the memory of the GPU with number `other`.

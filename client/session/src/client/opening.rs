@@ -17,6 +17,8 @@ use crate::wire::{MAX_SERVICE_FRAME, frame};
 
 /// How long after its deadline a client waits for the reason why its session is not open.
 const WHY_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest time that opening may take; longer ones exceed the range of clocks.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A connection to the session socket.
 #[derive(Debug)]
@@ -35,6 +37,7 @@ impl<'a> Opening<'a> {
     pub(crate) fn connect(address: &'a str, timeout: Duration) -> Result<Self, SessionError> {
         let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
         let path = path.strip_prefix("//").unwrap_or(path);
+        let timeout = timeout.min(LONGEST);
         let deadline = Instant::now() + timeout;
         let failed = |source| error_of(address, timeout, source);
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
