@@ -119,9 +119,6 @@ impl Unmapped {
     }
 
     /// Number of the GPU whose memory it is; `None` for memory of the host.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn owner(&self) -> Result<Option<i32>, DeviceError> {
         // SAFETY: integers and null pointers are valid properties.
         let mut found: CUmemAllocationProp = unsafe { std::mem::zeroed() };

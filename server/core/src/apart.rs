@@ -44,7 +44,6 @@ impl Closing {
     const MOST: usize = 64;
 
     /// Whether another client may be turned away now. Until then a listener accepts none.
-    #[must_use]
     pub fn has_room(&self) -> bool {
         self.0.load(Ordering::Acquire) < Self::MOST
     }

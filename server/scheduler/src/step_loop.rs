@@ -225,73 +225,61 @@ impl StepLoop {
     }
 
     /// Number of received rows that are not in a step.
-    #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.queue.tokens() + self.suspect_tokens
     }
 
     /// Whether a request waits for the end of its last step to fail.
-    #[must_use]
     pub fn is_withdrawn(&self, key: RequestKey) -> bool {
         self.requests.get(&key).is_some_and(|request| request.withdrawn.is_some())
     }
 
     /// Number of requests without rows in a step.
-    #[must_use]
     pub fn requests_queued(&self) -> usize {
         self.requests.len() - self.in_step
     }
 
     /// Number of requests with rows in a step.
-    #[must_use]
     pub const fn requests_in_step(&self) -> usize {
         self.in_step
     }
 
     /// Whether any rows wait for a step. If so, ranks report the end of an experts phase early.
-    #[must_use]
     pub fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.suspects.is_empty()
     }
 
     /// Whether decided actions wait for [`poll`](Self::poll).
-    #[must_use]
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
     /// The steps under way, the oldest first.
-    #[must_use]
     pub const fn in_flight(&self) -> &VecDeque<Step> {
         &self.in_flight
     }
 
     /// Number of clients with nothing waiting whose use the fair queue remembers.
-    #[must_use]
     pub fn idle_clients(&self) -> usize {
         self.queue.idle_clients()
     }
 
     /// Number of queue entries that were examined to form the last step.
-    #[must_use]
     pub const fn entries_examined(&self) -> usize {
         self.examined
     }
 
     /// The generation whose processes run, whether or not it serves.
-    #[must_use]
     pub fn generation(&self) -> Option<Generation> {
         self.group.map(|group| group.generation)
     }
 
     /// Whether the ranks of the generation are being ended.
-    #[must_use]
     pub const fn is_leaving(&self) -> bool {
         self.leaving.is_some()
     }
 
     /// Whether a generation serves.
-    #[must_use]
     pub fn is_serving(&self) -> bool {
         self.leaving.is_none() && self.group.is_some_and(|group| group.ready.is_some())
     }

@@ -14,9 +14,6 @@ use rustix::net::{
 const MAX_FDS: usize = 8;
 
 /// Sends `fds` with one byte.
-///
-/// # Errors
-/// If the peer is gone.
 pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -225,9 +225,6 @@ impl<W: FutexWord> Doorbell<W> {
     }
 
     /// Waits until `condition` holds, as [`wait_for`](Self::wait_for) does for a value.
-    ///
-    /// # Errors
-    /// [`TimedOut`].
     pub fn wait_until(
         &self,
         policy: WaitPolicy,

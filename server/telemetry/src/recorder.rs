@@ -25,7 +25,6 @@ pub struct Recorder {
 
 impl Recorder {
     /// All metrics in Prometheus' text format.
-    #[must_use]
     pub fn render(&self) -> String {
         record_dropped_lines();
         self.handle.render()

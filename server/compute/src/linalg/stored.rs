@@ -34,47 +34,18 @@ pub struct PackedForm {
 
 /// Stored bytes that are no packed matrix for this process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StoredError {
-    /// The matrix is packed for another instruction set.
     #[error("the matrix is packed for {found}, expected {expected}, which this process computes with")]
-    Level {
-        /// The level that it is packed for.
-        found: SimdLevel,
-        /// The level of this process.
-        expected: SimdLevel,
-    },
-    /// The sizes are out of range.
+    Level { found: SimdLevel, expected: SimdLevel },
     #[error("a matrix of {n} output and {k} input features, {scale_blocks} blocks per scale, is impossible")]
-    Sizes {
-        /// Output features.
-        n: usize,
-        /// Input features.
-        k: usize,
-        /// Blocks per scale.
-        scale_blocks: usize,
-    },
-    /// The scales within the blocks do not fit the format.
+    Sizes { n: usize, k: usize, scale_blocks: usize },
     #[error("a packed matrix in {format} cannot have {found:?} as scales within its blocks")]
-    Groups {
-        /// Format of the elements.
-        format: WeightFormat,
-        /// What its form says.
-        found: Option<GroupLayout>,
-    },
-    /// The bytes do not fit the sizes.
+    Groups { format: WeightFormat, found: Option<GroupLayout> },
     #[error(
         "the {what} of a matrix lie at bytes {range:?}, expected {expected} bytes, aligned, within {memory} bytes"
     )]
-    Bytes {
-        /// `elements` or `scales`.
-        what: &'static str,
-        /// Where they lie.
-        range: Range<usize>,
-        /// Bytes that the sizes need.
-        expected: usize,
-        /// Bytes of the memory.
-        memory: usize,
-    },
+    Bytes { what: &'static str, range: Range<usize>, expected: usize, memory: usize },
 }
 
 impl PackedMatrix {
@@ -93,13 +64,11 @@ impl PackedMatrix {
     }
 
     /// The packed elements.
-    #[must_use]
     pub fn elements(&self) -> &[u8] {
         &self.data
     }
 
     /// The packed scales; empty for formats without any.
-    #[must_use]
     pub fn scales(&self) -> &[f32] {
         &self.scales
     }

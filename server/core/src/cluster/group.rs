@@ -178,7 +178,6 @@ impl Group {
     }
 
     /// Whether steps can be launched.
-    #[must_use]
     pub(crate) const fn is_started(&self) -> bool {
         self.started
     }

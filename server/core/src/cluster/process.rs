@@ -79,9 +79,6 @@ impl ChildProcess {
     ///
     /// Call it on a thread that outlives the process: the kernel sends the parent-death signal when the *thread* that
     /// started a child ends.
-    ///
-    /// # Errors
-    /// If the process cannot be started.
     pub(super) fn spawn<S: Serialize>(
         start: &Start<'_, S>,
         read: impl FnOnce(UnixStream, u32) + Send + 'static,
@@ -144,7 +141,6 @@ impl ChildProcess {
     }
 
     /// The process id.
-    #[must_use]
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }

@@ -134,9 +134,6 @@ pub(crate) struct Loading {
 impl Loading {
     /// Starts the loaders. Without `awaited`, a generation serves meanwhile; with it, [`poll`](Self::poll) starts them once that memory is
     /// free.
-    ///
-    /// # Errors
-    /// If a process cannot be started.
     pub(crate) fn start(
         config: &Arc<ClusterConfig>,
         version: WeightVersion,

@@ -51,21 +51,16 @@ impl UnixSocket {
     }
 
     /// The path of its file.
-    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// The listener.
-    #[must_use]
     pub const fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
     /// Accepts the next connection; returns it with the peer's user. Meanwhile a removed file is made again.
-    ///
-    /// # Errors
-    /// The system's error.
     pub async fn accept(&mut self) -> io::Result<(UnixStream, u32)> {
         loop {
             self.check_file();

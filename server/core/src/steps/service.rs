@@ -69,9 +69,6 @@ impl Service {
     }
 
     /// Starts the step loop, which forms the first generation.
-    ///
-    /// # Errors
-    /// If the thread cannot be created.
     pub fn begin(&self) -> Result<(), StartError> {
         let step_loop = self.step_loop.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(step_loop) = step_loop {
@@ -141,11 +138,10 @@ impl Service {
 
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StartError {
-    /// Shared memory could not be created.
     #[error("cannot create shared memory: {0}")]
     Memory(#[from] RegionError),
-    /// The thread could not be started.
     #[error("cannot start the step loop: {0}")]
     Thread(#[from] std::io::Error),
 }

@@ -37,9 +37,6 @@ pub struct RouterBell {
 
 impl RouterBell {
     /// Makes a doorbell in memory of its own.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn create() -> Result<Self, RegionError> {
         Self::over(SharedRegion::create("expertd-bell", PAGE)?)
     }
@@ -64,7 +61,6 @@ impl RouterBell {
     }
 
     /// The doorbell itself.
-    #[must_use]
     pub const fn bell(&self) -> &Doorbell {
         &self.bell
     }
@@ -72,56 +68,21 @@ impl RouterBell {
 
 /// Why a channel could not be made or used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ChannelError {
-    /// The shared memory failed.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// A ring is broken.
     #[error("rank {rank}: {source}")]
-    Ring {
-        /// The rank at one end of the ring.
-        rank: Rank,
-        /// The ring's error.
-        source: RingError,
-    },
-    /// The other side has not popped earlier records.
+    Ring { rank: Rank, source: RingError },
     #[error("rank {rank}: the ring is full because the other side does not pop its records")]
-    Full {
-        /// The rank at one end of the ring.
-        rank: Rank,
-    },
-    /// A step exceeds the staging of a slot.
+    Full { rank: Rank },
     #[error("rank {rank}: the step needs {needed} {what}, but the staging of a slot holds {capacity}")]
-    Capacity {
-        /// The rank whose staging is too small.
-        rank: Rank,
-        /// The quantity that exceeds its capacity.
-        what: &'static str,
-        /// Amount that the step needs.
-        needed: usize,
-        /// Amount that fits.
-        capacity: usize,
-    },
+    Capacity { rank: Rank, what: &'static str, needed: usize, capacity: usize },
     /// A slot is in flight, so that its staging belongs to the step of an earlier exchange.
     #[error("rank {rank}: slot {slot} is in flight until exchange {sequence} is completed")]
-    InFlight {
-        /// The rank.
-        rank: Rank,
-        /// The slot.
-        slot: Slot,
-        /// The exchange that occupies the slot.
-        sequence: u64,
-    },
-    /// A rank completes a step that is not in flight.
+    InFlight { rank: Rank, slot: Slot, sequence: u64 },
     #[error("rank {rank}: exchange {sequence} in slot {slot} is not in flight, so it cannot be completed")]
-    NotInFlight {
-        /// The rank.
-        rank: Rank,
-        /// The slot.
-        slot: Slot,
-        /// The exchange.
-        sequence: u64,
-    },
+    NotInFlight { rank: Rank, slot: Slot, sequence: u64 },
 }
 
 #[cfg(test)]

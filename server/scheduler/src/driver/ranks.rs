@@ -105,9 +105,6 @@ pub trait Callers {
 pub trait Ranks: Callers {
     /// Starts the loaders of a set. `beside`: a generation serves meanwhile; otherwise they wait until all memory that was freed
     /// before, also that of ended loaders, is free.
-    ///
-    /// # Errors
-    /// If they could not be started.
     fn load(
         &mut self,
         version: WeightVersion,
@@ -129,9 +126,6 @@ pub trait Ranks: Callers {
     fn note_forming(&mut self, generation: Generation);
 
     /// Starts the ranks of a generation with a whole set.
-    ///
-    /// # Errors
-    /// If they could not be started.
     fn form(&mut self, generation: Generation, version: WeightVersion) -> Result<(), Fault>;
 
     /// Takes in news of ranks. Returns whether they have just become ready for steps.

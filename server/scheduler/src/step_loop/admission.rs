@@ -27,7 +27,6 @@ pub(super) struct Told {
 
 impl StepLoop {
     /// Whether [`exchange`](Self::exchange) would tell the inbox something new.
-    #[must_use]
     pub fn has_news_for_inbox(&self, now: Time) -> bool {
         self.told.is_none_or(|told| {
             told.waiting_tokens != self.queued_tokens()

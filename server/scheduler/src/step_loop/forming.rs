@@ -45,7 +45,6 @@ impl StepLoop {
     }
 
     /// Whether a step of waiting requests could be formed now.
-    #[must_use]
     pub fn can_form(&self, now: Time) -> bool {
         self.choose(now).is_some()
     }

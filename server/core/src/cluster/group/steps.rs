@@ -42,7 +42,6 @@ pub(crate) struct StepDone {
 impl StepDone {
     /// The largest [`Completion::computed_ns`] of any rank. It is less than the sum of [`phase_ns`](Self::phase_ns) if one rank
     /// waited for another, because the sum counts the wait twice.
-    #[must_use]
     pub(crate) fn computed_ns(&self) -> u64 {
         self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
     }
@@ -50,7 +49,6 @@ impl StepDone {
 
 impl Group {
     /// The newest step in flight whose experts phase has ended on every rank.
-    #[must_use]
     pub(crate) fn experts_ended(&self) -> Option<StepId> {
         let last = self.in_flight.back()?;
         let done = self.channel.experts_done();
@@ -142,7 +140,6 @@ impl Group {
     }
 
     /// Output rows of a completed step.
-    #[must_use]
     pub(crate) fn answer(&self, staged: &StagedRows) -> &[u8] {
         self.channel.answer(staged)
     }
