@@ -15,12 +15,11 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use cudarc::driver::sys::{self, CUresult, CUstream};
-use expertd_session::SessionError;
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall, StatusRecord};
 use expertd_session::cuda::{CudaSession, CudaSessionOptions};
-use expertd_session::socket;
 use expertd_session::wire::{CompletionRecord, frame};
+use expertd_session::{SessionError, socket};
 use expertd_shm::descriptors::receive_fds;
 
 const HIDDEN: usize = 2048;

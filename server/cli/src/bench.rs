@@ -33,8 +33,7 @@ use expertd_core::steps::{Service, StartError};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank_cuda as gpu;
-use expertd_types::rows;
-use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
+use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank, rows};
 
 /// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use expertd_core::backend::{CallError, Receipt, Request};
 use expertd_core::failure::{Code, Failure};
-use expertd_core::steps::{Caller, Raising};
+use expertd_core::steps::{Caller, Raising, Steps};
 use expertd_core::validate::{Asked, AskedRows};
 use expertd_ipc::{AttachedRows, Raise, RowSource};
 use expertd_session::wire::{CompletionRecord, RequestRecord};
@@ -17,7 +17,6 @@ use expertd_types::{LayerId, MemoryId};
 
 use crate::completion::{completion, failed};
 use crate::session::Session;
-use expertd_core::steps::Steps;
 
 /// The text of a call that was dropped without an answer.
 const GIVEN_UP: &str = "the call was given up by the step loop; try it again";

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expertd_core::steps::ClientMemory as _;
+use expertd_core::steps::{ClientMemory as _, Steps};
 use expertd_session::cuda::wire::MAX_PREPARE_FRAME;
 use expertd_session::socket;
 use expertd_session::wire::{MAX_CLIENT_FRAME, frame};
@@ -16,7 +16,6 @@ use crate::opening::open;
 use crate::registry::SessionRegistry;
 use crate::session::Opener;
 use crate::shared::{Opening, Shared};
-use expertd_core::steps::Steps;
 
 /// How long a client may take to open a session after it has connected.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);

@@ -20,8 +20,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
-use expertd_telemetry::progress;
-use expertd_telemetry::{flush_logs, tell};
+use expertd_telemetry::{flush_logs, progress, tell};
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};

@@ -1,14 +1,13 @@
 //! Unix-domain sockets and their files.
 
 use std::ffi::OsStr;
-use std::fs;
-use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use std::{fs, io};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, chmod, fstat, linkat, openat, renameat, unlinkat};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};

@@ -25,8 +25,7 @@ pub(crate) use self::tls::peer_name;
 pub(crate) use self::tls::{Protocol, ServerTls};
 use self::tokens::Tokens;
 use expertd_core::failure::Failure;
-use expertd_telemetry::names;
-use expertd_telemetry::progress;
+use expertd_telemetry::{names, progress};
 
 /// Interval at which files are checked for changes.
 const RELOAD_ROUND: Duration = Duration::from_secs(1);
