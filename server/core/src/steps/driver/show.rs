@@ -67,12 +67,14 @@ impl Processes {
                 (status.pid, status.usage) = (view.pid, view.usage);
                 status.device = view.device.clone().unwrap_or_else(|| status.device.clone());
                 status.state = if view.ready { RankState::Ready } else { RankState::Loading };
-                (status.weight_bytes_loaded, status.weight_bytes_total) = (view.loaded_bytes, view.total_bytes);
+                (status.weight_bytes_loaded, status.weight_bytes_total) =
+                    (view.loaded_bytes, view.total_bytes);
             }
         } else if let Some(loading) = loading {
             for (status, view) in ranks.iter_mut().zip(loading.views()) {
                 (status.pid, status.state) = (view.pid, RankState::Loading);
-                (status.weight_bytes_loaded, status.weight_bytes_total) = (view.loaded_bytes, view.total_bytes);
+                (status.weight_bytes_loaded, status.weight_bytes_total) =
+                    (view.loaded_bytes, view.total_bytes);
             }
         }
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).ranks = ranks;
