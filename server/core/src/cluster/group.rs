@@ -15,7 +15,7 @@ pub(crate) use self::steps::StepDone;
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::fault::{FormError, channel_fault};
 use super::observed::ObservedTime;
-use super::process::{ChildProcess, Killed, RankEvent, RankNews, left_processes};
+use super::process::{ChildProcess, Killed, News, left_processes};
 use super::weights::WeightSet;
 use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
@@ -70,9 +70,9 @@ pub(crate) struct Group {
     channel: RouterChannel,
     members: Vec<Member>,
     ending: Option<Ending>,
-    events: Receiver<RankEvent>,
+    events: Receiver<(Rank, News<FromRank>)>,
     /// Events received and not yet processed.
-    received: VecDeque<RankEvent>,
+    received: VecDeque<(Rank, News<FromRank>)>,
     /// Completions received and not yet processed.
     completed: VecDeque<(Rank, Result<Completion, ChannelError>)>,
     started: bool,
@@ -151,7 +151,7 @@ impl Group {
         &self,
         rank: Rank,
         weights: &WeightSet,
-        events: Sender<RankEvent>,
+        events: Sender<(Rank, News<FromRank>)>,
         bell: &RouterBell,
         row_counts: &RowCounts,
     ) -> io::Result<ChildProcess> {
@@ -212,8 +212,8 @@ impl Group {
         while let Some((rank, completion)) = self.completed.pop_front() {
             self.record(rank, completion.map_err(channel_fault)?)?;
         }
-        while let Some(event) = self.received.pop_front() {
-            self.process_event(event)?;
+        while let Some((rank, news)) = self.received.pop_front() {
+            self.process_news(rank, news)?;
         }
         if !self.started && self.members.iter().all(|member| member.view.ready) {
             self.channel.populate().map_err(channel_fault)?;
@@ -228,35 +228,34 @@ impl Group {
         Ok(news)
     }
 
-    fn process_event(&mut self, event: RankEvent) -> Result<(), Fault> {
-        let rank = event.rank;
+    fn process_news(&mut self, rank: Rank, news: News<FromRank>) -> Result<(), Fault> {
         let member = &mut self.members[rank.index()];
-        match event.news {
-            RankNews::Message(FromRank::GroupId { id, multiprocessors }) => {
+        match news {
+            News::Message(FromRank::GroupId { id, multiprocessors }) => {
                 for member in &self.members {
                     member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
                 }
             }
-            RankNews::Message(FromRank::Ready { weight_bytes, device }) => {
+            News::Message(FromRank::Ready { weight_bytes, device }) => {
                 member.view.ready = true;
                 member.view.device = Some(device);
                 member.view.loaded_bytes = weight_bytes;
                 member.view.total_bytes = weight_bytes;
             }
-            RankNews::Message(FromRank::Attached { memory, error }) => {
+            News::Message(FromRank::Attached { memory, error }) => {
                 self.attach_answers.push_back((rank, memory, AttachAnswer::Attached { error }));
             }
-            RankNews::Message(FromRank::Detached { memory }) => {
+            News::Message(FromRank::Detached { memory }) => {
                 self.attach_answers.push_back((rank, memory, AttachAnswer::Detached));
             }
-            RankNews::Message(FromRank::Failed { kind, message }) => {
+            News::Message(FromRank::Failed { kind, message }) => {
                 let kind = match kind {
                     FailureKind::Load => FaultKind::Load,
                     FailureKind::Setup => FaultKind::Setup,
                 };
                 return Err(Fault { kind, message: format!("rank {rank}: {message}") });
             }
-            RankNews::Gone(status) => {
+            News::Gone(status) => {
                 let how = status.map_or_else(String::new, |status| format!(" ({status})"));
                 return Err(Fault {
                     kind: FaultKind::Exit,

@@ -2,7 +2,7 @@
 //! no longer needed.
 
 use std::collections::BTreeSet;
-use std::io::{self, BufReader, ErrorKind, Write as _};
+use std::io::{self, BufRead, BufReader, ErrorKind, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -18,6 +18,7 @@ use expertd_telemetry::progress;
 use expertd_types::Rank;
 use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Longest wait for the end of killed processes, which first free gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -33,22 +34,12 @@ pub(crate) fn left_processes() -> Vec<u32> {
     LEFT.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
 }
 
-/// News from the control socket of a rank.
+/// News from the control socket of a process.
 #[derive(Debug)]
-pub(super) enum RankNews {
-    /// A message.
-    Message(FromRank),
+pub(super) enum News<M> {
+    Message(M),
     /// The socket was closed: the process has ended, with this exit status, or is about to.
     Gone(Option<ExitStatus>),
-}
-
-/// An event of one rank.
-#[derive(Debug)]
-pub(super) struct RankEvent {
-    /// The rank.
-    pub rank: Rank,
-    /// The news.
-    pub news: RankNews,
 }
 
 /// A running rank or loader. Dropping it kills and reaps the process.
@@ -132,12 +123,14 @@ impl ChildProcess {
         setup: &RankSetup,
         fds: &[BorrowedFd<'_>],
         environment: &[(String, String)],
-        events: Sender<RankEvent>,
+        events: Sender<(Rank, News<FromRank>)>,
         bell: RouterBell,
     ) -> io::Result<Self> {
         let rank = setup.rank;
         let start = Start { command: "rank", rank, setup, fds, environment };
-        Self::spawn(&start, move |socket, pid| read_control(socket, pid, rank, &events, &bell))
+        Self::spawn(&start, move |socket, pid| {
+            read_news(BufReader::new(socket), pid, rank, &events, &bell, |_, message| message);
+        })
     }
 
     /// The process id.
@@ -241,19 +234,26 @@ pub(super) fn exit_status(pid: u32) -> Option<ExitStatus> {
     }
 }
 
-fn read_control(socket: UnixStream, pid: u32, rank: Rank, events: &Sender<RankEvent>, bell: &RouterBell) {
-    let mut reader = BufReader::new(socket);
+/// Reads the control socket of a process until its end. `complete` adds to a message what came with it.
+pub(super) fn read_news<R: BufRead, M: DeserializeOwned, T>(
+    mut reader: R,
+    pid: u32,
+    rank: Rank,
+    events: &Sender<(Rank, News<T>)>,
+    bell: &RouterBell,
+    complete: impl Fn(&mut R, M) -> T,
+) {
     loop {
-        let news = match control::receive::<FromRank>(&mut reader) {
-            Ok(Some(message)) => RankNews::Message(message),
-            Ok(None) => RankNews::Gone(exit_status(pid)),
+        let news = match control::receive::<M>(&mut reader) {
+            Ok(Some(message)) => News::Message(complete(&mut reader, message)),
+            Ok(None) => News::Gone(exit_status(pid)),
             Err(error) => {
-                tracing::debug!(%rank, %error, "control socket failed");
-                RankNews::Gone(exit_status(pid))
+                tracing::debug!(%rank, pid, %error, "a control socket failed");
+                News::Gone(exit_status(pid))
             }
         };
-        let last = matches!(news, RankNews::Gone(_));
-        let delivered = events.send(RankEvent { rank, news });
+        let last = matches!(news, News::Gone(_));
+        let delivered = events.send((rank, news));
         bell.bell().ring();
         if last || delivered.is_err() {
             return;

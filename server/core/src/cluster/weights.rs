@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -11,14 +10,14 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use expertd_ipc::RouterBell;
-use expertd_ipc::control::{self, CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
 use expertd_ipc::passing::FdReader;
 use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::observed::ObservedTime;
-use super::process::{ChildProcess, Killed, Start, exit_status};
+use super::process::{ChildProcess, Killed, News, Start, read_news};
 use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
 
@@ -101,12 +100,8 @@ struct Member {
     stalled: ObservedTime,
 }
 
-#[derive(Debug)]
-enum News {
-    Message(FromLoader, Vec<OwnedFd>),
-    /// It has closed its socket. Its exit status, if it has ended.
-    Gone(Option<ExitStatus>),
-}
+/// A message of a loader, with its descriptors.
+type Message = (FromLoader, Vec<OwnedFd>);
 
 /// The failure of loaders that ran.
 const fn failed(message: String) -> LoadFailure {
@@ -124,9 +119,9 @@ pub(crate) struct Loading {
     /// Memory that must be free before the loaders start.
     awaited: Option<Freeing>,
     members: Vec<Member>,
-    sender: Sender<(Rank, News)>,
-    events: Receiver<(Rank, News)>,
-    waiting: VecDeque<(Rank, News)>,
+    sender: Sender<(Rank, News<Message>)>,
+    events: Receiver<(Rank, News<Message>)>,
+    waiting: VecDeque<(Rank, News<Message>)>,
     begun: Instant,
     next_check: Instant,
 }
@@ -183,12 +178,18 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process =
-                ChildProcess::spawn(&start, move |socket, pid| read(socket, pid, rank, &events, &bell))
-                    .map_err(|error| {
-                        let message = format!("cannot start the loaders: {error}");
-                        LoadFailure { message, lacks_room: false, is_setup: true }
-                    })?;
+            let process = ChildProcess::spawn(&start, move |socket, pid| {
+                // One read may bring several messages: descriptors belong to the one that announces them.
+                let complete = |reader: &mut BufReader<FdReader>, message| match message {
+                    FromLoader::Loaded { .. } => (message, reader.get_mut().take_fds()),
+                    _ => (message, Vec::new()),
+                };
+                read_news(BufReader::new(FdReader::new(socket)), pid, rank, &events, &bell, complete);
+            })
+            .map_err(|error| {
+                let message = format!("cannot start the loaders: {error}");
+                LoadFailure { message, lacks_room: false, is_setup: true }
+            })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
             self.members.push(Member {
                 process,
@@ -269,18 +270,18 @@ impl Loading {
     }
 
     /// Records a message of a loader, or its end.
-    fn take_in(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
+    fn take_in(&mut self, rank: Rank, news: News<Message>) -> Result<(), LoadFailure> {
         let member = &mut self.members[rank.index()];
         member.silent = 0;
         match news {
-            News::Message(FromLoader::Loading { checked_bytes, loaded_bytes, total_bytes }, _) => {
+            News::Message((FromLoader::Loading { checked_bytes, loaded_bytes, total_bytes }, _)) => {
                 if checked_bytes.saturating_add(loaded_bytes) > member.read_bytes {
                     member.read_bytes = checked_bytes.saturating_add(loaded_bytes);
                     member.stalled = ObservedTime::start(Instant::now());
                 }
                 (member.view.loaded_bytes, member.view.total_bytes) = (loaded_bytes, total_bytes);
             }
-            News::Message(FromLoader::Loaded { weight_bytes, memory_bytes }, fds) => {
+            News::Message((FromLoader::Loaded { weight_bytes, memory_bytes }, fds)) => {
                 tracing::debug!(%rank, weight_bytes, memory_bytes, "a share is packed");
                 (member.view.loaded_bytes, member.view.total_bytes) = (weight_bytes, weight_bytes);
                 let expected = fds_of_share(self.config.device);
@@ -293,7 +294,7 @@ impl Loading {
                 }
                 member.share = Some(fds);
             }
-            News::Message(FromLoader::Failed { message, lacks_room }, _) => {
+            News::Message((FromLoader::Failed { message, lacks_room }, _)) => {
                 let message = format!("the loader of rank {rank}: {message}");
                 return Err(LoadFailure { message, lacks_room, is_setup: false });
             }
@@ -352,29 +353,4 @@ const SIGKILL: i32 = 9;
 /// A number for the log, with two decimals.
 fn rounded(number: f64) -> f64 {
     (number * 100.0).round() / 100.0
-}
-
-fn read(socket: UnixStream, pid: u32, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
-    let mut reader = BufReader::new(FdReader::new(socket));
-    loop {
-        let news = match control::receive::<FromLoader>(&mut reader) {
-            Ok(Some(message)) => {
-                // One read may bring several messages: descriptors belong to the one that announces them.
-                let is_last = matches!(message, FromLoader::Loaded { .. });
-                let fds = if is_last { reader.get_mut().take_fds() } else { Vec::new() };
-                News::Message(message, fds)
-            }
-            Ok(None) => News::Gone(exit_status(pid)),
-            Err(error) => {
-                tracing::debug!(%rank, %error, "a loader's control socket broke");
-                News::Gone(exit_status(pid))
-            }
-        };
-        let last = matches!(news, News::Gone(_));
-        let sent = events.send((rank, news));
-        bell.bell().ring();
-        if last || sent.is_err() {
-            return;
-        }
-    }
 }
