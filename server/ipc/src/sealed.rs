@@ -3,10 +3,11 @@
 
 #![allow(unsafe_code, reason = "maps sealed memory")]
 
+use std::fmt;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::{fmt, io};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;

@@ -87,7 +87,7 @@ pub trait StepEngine {
     /// Makes a client's memory usable: segments of later steps may name it. No step is running.
     ///
     /// # Errors
-    /// Why it cannot be used. The router then copies the client's rows.
+    /// Why it cannot be used. The session is then refused.
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
         let _ = (memory, client);
         Err("these ranks do not map the memory of clients".to_owned())

@@ -6,12 +6,13 @@
 
 #![allow(unsafe_code, reason = "the module maps memory and makes typed views of it")]
 
+use std::fmt;
+use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::{fmt, io};
 
 use bytemuck::Pod;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};

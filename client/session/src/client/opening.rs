@@ -16,7 +16,7 @@ use crate::socket::{self, receive_region};
 use crate::wire::{MAX_SERVICE_FRAME, frame};
 
 /// How long after its deadline a client waits for the reason why its session is not open.
-const WHY_TIMEOUT: Duration = Duration::from_secs(1);
+const WHY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest time that opening may take; longer ones exceed the range of clocks.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 

@@ -1,9 +1,10 @@
 //! Addresses: TCP and Unix-domain sockets.
 
+use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::{fmt, io};
 
 /// An address to listen on: `HOST:PORT` (numeric host, port 0 picks a free one) or `unix:/PATH`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -1,13 +1,14 @@
 //! Unix-domain sockets and their files.
 
 use std::ffi::OsStr;
+use std::fs;
+use std::hash::{BuildHasher as _, RandomState};
+use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use std::{fs, io};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, chmod, fstat, linkat, openat, renameat, unlinkat};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -106,11 +107,11 @@ struct Place<'a> {
 
 impl Place<'_> {
     fn of(path: &Path) -> io::Result<Place<'_>> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let folder = openat(CWD, folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        let private = format!(".expertd-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // Random, because processes of several containers can have the same id.
+        let private = format!(".expertd-{:016x}", RandomState::new().hash_one(std::process::id()));
         Ok(Place { folder, name, private })
     }
 
@@ -137,8 +138,6 @@ fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let place = Place::of(path)?;
-    // Of an ended process that had the same id.
-    place.remove_private();
     rustix::net::bind(&socket, &SocketAddrUnix::new(place.private_path())?)?;
     let prepared = set_mode(&place, mode).and_then(|()| Ok(rustix::net::listen(&socket, i32::MAX)?));
     if let Err(error) = prepared {
