@@ -35,9 +35,10 @@ def test_settings_come_from_the_environment():
         "EXPERTD_CLIENT_TOKEN_FILE": "token",
         "EXPERTD_CHECK_WEIGHTS": "0",
         "EXPERTD_VLLM_ANY_VERSION": "1",
+        "EXPERTD_FOLLOW_WEIGHTS": "1",
     }
     found = Settings.from_environment(given)
-    assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True)
+    assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True, follow_weights=True)
     host = {"EXPERTD_ADDRESS": "unix:/run/session.sock", "EXPERTD_SESSION": "host"}
     assert Settings.from_environment(host) == Settings("unix:/run/session.sock", session="host")
     with pytest.raises(ValueError, match="EXPERTD_SESSION is 'yes'"):

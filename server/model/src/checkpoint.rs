@@ -107,13 +107,11 @@ impl Checkpoint {
     }
 
     /// The directory of the checkpoint.
-    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// The description of the model.
-    #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
@@ -121,15 +119,20 @@ impl Checkpoint {
     /// The fingerprint of the contents. `server/model/src/fingerprint.rs` states what it covers.
     #[must_use]
     pub fn fingerprint(&self, coverage: Coverage) -> WeightFingerprint {
-        fingerprint(&self.description, &self.store, coverage)
+        fingerprint(&self.description, &self.store, coverage, &|_| ())
     }
 
-    /// Checks that the contents have a fingerprint.
+    /// Checks that the contents have a fingerprint. If it covers every byte, `digested` is told numbers of bytes as they are
+    /// digested, from any thread.
     ///
     /// # Errors
     /// [`ModelError::OtherWeights`] if they have another one.
-    pub fn expect(&self, expected: &WeightFingerprint) -> Result<(), ModelError> {
-        let found = self.fingerprint(expected.coverage);
+    pub fn expect(
+        &self,
+        expected: &WeightFingerprint,
+        digested: &(dyn Fn(usize) + Sync),
+    ) -> Result<(), ModelError> {
+        let found = fingerprint(&self.description, &self.store, expected.coverage, digested);
         if found == *expected {
             return Ok(());
         }
@@ -137,9 +140,6 @@ impl Checkpoint {
     }
 
     /// Checks that no file was written to since it was opened. What was read before is then what the fingerprint covers.
-    ///
-    /// # Errors
-    /// [`ModelError::Written`].
     pub fn check_unchanged(&self) -> Result<(), ModelError> {
         self.store.check_unchanged()
     }
@@ -163,7 +163,6 @@ impl Checkpoint {
     }
 
     /// Size of all experts of the layers that are held, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         let of = |moe: &MoeLayer| {
             moe.experts.count as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
@@ -236,7 +235,6 @@ impl Checkpoint {
 
     /// Size of one routed expert of a layer in the checkpoint, scales and biases included, in bytes; 0 for a layer
     /// without experts.
-    #[must_use]
     pub fn expert_bytes(&self, layer: LayerId) -> u64 {
         self.spec.layer(layer).map_or(0, |moe| moe.experts.bytes)
     }

@@ -10,6 +10,8 @@ use expertd_model::{
 };
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 
+use crate::Progress;
+
 /// One rank's share of the experts.
 #[derive(Clone, Debug)]
 pub struct ExpertShare {
@@ -27,7 +29,6 @@ impl ExpertShare {
     }
 
     /// Whether the share follows from a placement.
-    #[must_use]
     pub const fn has_placement(&self) -> bool {
         self.placement.is_some()
     }
@@ -40,7 +41,6 @@ impl ExpertShare {
     }
 
     /// The experts of a layer that this rank owns, ascending.
-    #[must_use]
     pub fn experts(&self, layer: LayerId, moe: &MoeLayer) -> Vec<u32> {
         self.layer(layer, moe).experts_of(self.rank).to_vec()
     }
@@ -55,13 +55,13 @@ impl ExpertShare {
     }
 }
 
-/// Opens a checkpoint and proves that it holds the expected weights.
+/// Opens a checkpoint and proves that it holds the expected weights. Where that reads every byte, `progress` counts them.
 ///
 /// # Errors
 /// If it cannot be read, or holds other weights.
-pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelError> {
+pub fn open_checkpoint(source: &CheckpointSource, progress: &Progress) -> Result<Checkpoint, ModelError> {
     let checkpoint = Checkpoint::open_layers(&source.folder, LayerChoice::Range(source.layers))?;
-    checkpoint.expect(&source.fingerprint)?;
+    checkpoint.expect(&source.fingerprint, &|bytes| progress.checked(bytes as u64))?;
     Ok(checkpoint)
 }
 

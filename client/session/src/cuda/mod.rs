@@ -24,6 +24,8 @@ mod lane;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
+mod pin;
+#[cfg(feature = "cuda")]
 mod stream;
 
 #[cfg(feature = "cuda")]
@@ -35,6 +37,8 @@ pub use self::driver::{Gpu, driver_present};
 #[cfg(feature = "cuda")]
 pub use self::lane::{CallArrays, IntegerArray, Lane, RoutingArrays};
 #[cfg(feature = "cuda")]
-pub use self::memory::{DeviceMemory, ImportedMemory};
+pub use self::memory::DeviceMemory;
+#[cfg(feature = "cuda")]
+pub use self::pin::WeightPin;
 #[cfg(feature = "cuda")]
 pub use self::stream::{SessionGraph, SessionStream};
