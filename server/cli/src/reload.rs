@@ -37,7 +37,6 @@ pub struct ReloadArgs {
 /// # Errors
 /// If the service does not answer, or the new weights do not serve.
 pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
-    let mut admin = args.admin.connect().await?;
     // The service has its own working directory.
     let model = args.model.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
     let model = model.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
@@ -46,6 +45,7 @@ pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
         Some(word) if word.as_os_str() == "contiguous" => "contiguous".to_owned(),
         Some(path) => placement_in(path)?,
     };
+    let mut admin = args.admin.connect().await?;
     match admin.reload(ReloadRequest { model, placement }).await {
         Ok(response) => Ok(response.into_inner()),
         Err(status) => Err(call_error("Reload", &args.admin.shown(), status)),
@@ -90,6 +90,15 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::client::Failure as _;
+
+    #[tokio::test]
+    async fn a_missing_placement_is_told_before_the_service_is_asked() {
+        let admin = AdminAddress { address: Some("127.0.0.1:1".to_owned()), ..AdminAddress::default() };
+        let placement = Some("/no/such/placement.json".into());
+        let error = reload(&ReloadArgs { model: None, placement, admin, json: false }).await.unwrap_err();
+        assert!(error.exit_code() == 64 && error.to_string().contains("/no/such"), "{error}");
+    }
 
     #[test]
     fn an_empty_placement_is_refused() {
