@@ -112,6 +112,13 @@ class Remote:
             out[spoiled] = float("nan")
         return out.view(rows.shape).to(rows.device)
 
+    def routed(self, layer: int, rows: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The routed experts of one layer of an engine, which has chosen and weighed them; ids of −1 mean no expert."""
+        # The service requires token ids for layers that route by token id, but does not use them when the request has routing.
+        by_token_id = self.layer(layer).routes_by_token_id
+        token_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device) if by_token_id else None
+        return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts=False)
+
     def call(
         self,
         layer: int,
