@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use tonic::{Code, Request, Status, Streaming};
 
+use crate::MAX_TIMEOUT;
 use crate::loss::{address_hint, connection_loss};
 use crate::retry::RetryPolicy;
 use crate::transport::{self, Channel, ConnectError, Credentials, RowsApart};
@@ -17,6 +18,8 @@ use expertd_proto::v1::{
 /// Time limit of a call that asks what a service holds. A service that neither answers nor closes its connection does not hold
 /// its client up.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(15);
+/// How much later than its deadline a call ends if neither the service nor the channel ends it.
+const GRACE: Duration = Duration::from_millis(100);
 /// Largest number of experts per token in an answer that returns the routing.
 const MAX_TOP_K: usize = 256;
 
@@ -111,6 +114,7 @@ impl Client {
         request: ForwardRequest,
         timeout: Option<Duration>,
     ) -> Result<ForwardResponse, Status> {
+        let timeout = timeout.map(|timeout| timeout.min(MAX_TIMEOUT));
         let Some(policy) = self.retry else { return self.forward_once(request, timeout).await };
         let start = Instant::now();
         let mut attempt = 1;
@@ -207,13 +211,12 @@ async fn send(
     let Some(timeout) = timeout else { return Ok(moe.forward(request).await?.into_inner()) };
     request.set_timeout(timeout);
     let start = Instant::now();
-    match moe.forward(request).await {
-        Ok(response) => Ok(response.into_inner()),
-        // The channel's own timer reports CANCELLED if it fires before the service's answer arrives.
-        Err(status) if status.code() == Code::Cancelled && start.elapsed() >= timeout => {
-            Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")))
-        }
-        Err(status) => Err(status),
+    // The channel's own timer does not run while the channel connects again. The service's answer that a deadline has passed comes first.
+    match tokio::time::timeout(timeout + GRACE, moe.forward(request)).await {
+        Ok(Ok(response)) => Ok(response.into_inner()),
+        // It reports CANCELLED if it fires before the service's answer arrives.
+        Ok(Err(status)) if status.code() != Code::Cancelled || start.elapsed() < timeout => Err(status),
+        Ok(Err(_)) | Err(_) => Err(Status::deadline_exceeded(format!("no answer within {timeout:?}"))),
     }
 }
 

@@ -13,6 +13,8 @@
 //! # Ok(()) }
 //! ```
 
+use std::time::Duration;
+
 mod client;
 pub mod fleet;
 mod loss;
@@ -29,6 +31,9 @@ pub use expertd_proto::v1;
 pub use client::{AnswerReceiver, Client, ClientError, LAYER_METADATA, RequestSender};
 pub use loss::{address_hint, connection_loss, with_address_hint};
 pub use retry::RetryPolicy;
+
+/// Longest timeout of a call. Longer ones exceed what clocks and gRPC's header represent, and are shortened to it.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Compiles the Rust examples of the README and of pages in docs/ as doctests.
 #[cfg(doctest)]

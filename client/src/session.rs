@@ -57,15 +57,18 @@ impl SessionClient {
     /// answer of other weights becomes an error.
     ///
     /// # Errors
-    /// As [`Session::submit`] and [`PendingCall::wait`], if the request has no inline rows, and FAILED_PRECONDITION if other
-    /// weights computed the answer than the request expects.
+    /// As [`Session::submit`] and [`PendingCall::wait`]; if rows, routing or token ids have other lengths than the request's number of
+    /// tokens needs; NOT_FOUND if the request names another model; and FAILED_PRECONDITION if other weights computed the answer than
+    /// the request expects.
     pub fn forward(
         &self,
         request: &ForwardRequest,
         timeout: Duration,
     ) -> Result<ForwardResponse, SessionError> {
-        let Some(Payload::Inline(inline)) = &request.payload else {
-            return Err(SessionError::BufferSize { what: "rows", found: 0, needed: request.tokens as usize });
+        self.check_model(&request.model)?;
+        let inline = match &request.payload {
+            Some(Payload::Inline(inline)) => inline.clone(),
+            None => Bytes::new(),
         };
         let Some(dtype) = u32::try_from(request.dtype).ok().and_then(DType::from_code) else {
             let code = request.dtype;
@@ -73,8 +76,23 @@ impl SessionClient {
                 "element type {code}, which this client does not know"
             )));
         };
+        let tokens = request.tokens as usize;
+        let row_bytes = self.session.hidden().saturating_mul(dtype.size());
+        let of_each = |what, bytes: &Bytes, each: usize| {
+            let (found, needed) = (bytes.len(), tokens.saturating_mul(each));
+            if found == needed { Ok(()) } else { Err(SessionError::BufferSize { what, found, needed }) }
+        };
+        of_each("rows", &inline, row_bytes)?;
+        if let Some(routing) = &request.routing {
+            let each = (routing.k as usize).saturating_mul(4);
+            of_each("routing.topk_ids", &routing.topk_ids, each)?;
+            of_each("routing.topk_weights", &routing.topk_weights, each)?;
+        }
+        if !request.token_ids.is_empty() {
+            of_each("token_ids", &request.token_ids, 4)?;
+        }
         let mut rows = self.session.buffer(inline.len())?;
-        rows.as_mut_slice().copy_from_slice(inline);
+        rows.as_mut_slice().copy_from_slice(&inline);
         let output = self.session.buffer(inline.len())?;
         let given = request.routing.as_ref().map(|routing| {
             let weights: Vec<f32> = words(&routing.topk_weights).map(f32::from_le_bytes).collect();
@@ -83,7 +101,7 @@ impl SessionClient {
         let token_ids = (!request.token_ids.is_empty()).then(|| integers(&request.token_ids));
         let call = Call {
             layer: request.layer,
-            tokens: request.tokens as usize,
+            tokens,
             dtype,
             routing: given.as_ref().map(|(k, ids, weights)| GivenRouting { k: *k, ids, weights }),
             token_ids: token_ids.as_deref(),
@@ -101,25 +119,25 @@ impl SessionClient {
         Ok(ForwardResponse { rows, receipt: Some(receipt) })
     }
 
+    fn check_model(&self, name: &str) -> Result<(), SessionError> {
+        let served = &self.model.name;
+        if name.is_empty() || name == served {
+            return Ok(());
+        }
+        Err(SessionError::Status {
+            code: Code::NotFound as u32,
+            message: format!("there is no model {name:?}; {served:?} is loaded"),
+            retry_after: None,
+            reason: "UNKNOWN_MODEL".to_owned(),
+            fields: Vec::new(),
+        })
+    }
+
     /// Experts per token of a layer's gate; 1 for a layer that the service does not have, which it refuses.
     fn top_k(&self, layer: u32) -> usize {
         let found = self.model.moe_layers.iter().find(|moe| moe.layer == layer);
         found.map_or(1, |moe| moe.top_k as usize)
     }
-}
-
-/// Compares the fingerprint that a request expects, if any, with that of the weights that computed its answer.
-fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
-    if expected.is_empty() || expected == found {
-        return Ok(());
-    }
-    Err(SessionError::Status {
-        code: Code::FailedPrecondition as u32,
-        message: format!("weights with fingerprint {found} are loaded, the request expects {expected}"),
-        retry_after: None,
-        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
-        fields: Vec::new(),
-    })
 }
 
 fn words(bytes: &Bytes) -> impl Iterator<Item = [u8; 4]> + '_ {
@@ -182,12 +200,15 @@ pub fn status(error: SessionError) -> Status {
         SessionError::Ended { .. } | SessionError::Socket { .. } | SessionError::Refused { .. } => {
             Status::unavailable(text)
         }
-        SessionError::BufferSize { .. } | SessionError::Address(_) | SessionError::NotPrepared { .. } => {
-            Status::invalid_argument(text)
-        }
-        SessionError::NoDriver | SessionError::Driver { .. } | SessionError::Device(_) => {
-            Status::failed_precondition(text)
-        }
+        SessionError::BufferSize { .. }
+        | SessionError::ForeignBuffer { .. }
+        | SessionError::NoSuchCall { .. }
+        | SessionError::Address(_)
+        | SessionError::NotPrepared { .. } => Status::invalid_argument(text),
+        SessionError::OtherProcess { .. }
+        | SessionError::NoDriver
+        | SessionError::Driver { .. }
+        | SessionError::Device(_) => Status::failed_precondition(text),
         SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
     }
 }
@@ -230,6 +251,10 @@ mod tests {
         assert!(check_weights("sampled:01", "sampled:01").is_ok());
         let error = status(check_weights("sampled:01", "sampled:02").unwrap_err());
         assert_eq!(error.code(), Code::FailedPrecondition);
-        assert!(error.message().contains("sampled:02 are loaded"), "{}", error.message());
+        assert!(
+            error.message().contains("sampled:01 are expected, sampled:02 are loaded"),
+            "{}",
+            error.message()
+        );
     }
 }

@@ -41,13 +41,14 @@ class AsyncClient:
         session: Session | None = None,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         credentials: Credentials | None = None,
+        expected_weight_fingerprint: str | None = None,
     ) -> None:
         self.address = address
         if session == "cuda":
             raise UnsupportedError(
                 'session="cuda" has no asyncio client, because calls on a GPU do not block: use expertd.Client'
             )
-        native = native_client(address, session, retry, credentials)
+        native = native_client(address, session, retry, credentials, weights=expected_weight_fingerprint)
         assert isinstance(native, NativeClient)
         self._native = native
 

@@ -92,6 +92,7 @@ def native_client(
     retry: RetryPolicy | None,
     credentials: Credentials | None,
     on_graph_failure: GraphFailure = "abort",
+    weights: str | None = None,
 ) -> NativeClient | CudaRoute:
     """The connection for the arguments that `Client` and `AsyncClient` share.
 
@@ -119,8 +120,10 @@ def native_client(
     if session == "cuda":
         from ._cuda import CudaRoute
 
-        return CudaRoute(addresses[0], retry, on_graph_failure)
-    return NativeClient(addresses, several, session is not None, retry, credentials)
+        route: NativeClient | CudaRoute = CudaRoute(addresses[0], retry, on_graph_failure)
+    else:
+        route = NativeClient(addresses, several, session is not None, retry, credentials)
+    return route if weights is None else route.pinned(weights)
 
 
 def check_session(session: str | None) -> None:
@@ -156,6 +159,9 @@ class Client:
             gone, for example. Replays raise no exception, and their outputs are NaN then. "abort": the process ends with a message on
             stderr and SIGABRT. "raise": `check` and `synchronize` raise the call's exception; the program calls one of them before it
             uses what a replay computed.
+        expected_weight_fingerprint: calls raise `WeightVersionError` unless the weights with this fingerprint compute them
+            (`client.model().weight_fingerprint`), also after a reload or a restart of the service. With `session="cuda"` the next call or
+            `check` raises it. None: the client follows reloads.
 
     Raises:
         ConnectError: nothing answers at the address.
@@ -171,9 +177,10 @@ class Client:
         retry: RetryPolicy | None = DEFAULT_RETRY,
         credentials: Credentials | None = None,
         on_graph_failure: GraphFailure = "abort",
+        expected_weight_fingerprint: str | None = None,
     ) -> None:
         self.address = address
-        self._native = native_client(address, session, retry, credentials, on_graph_failure)
+        self._native = native_client(address, session, retry, credentials, on_graph_failure, expected_weight_fingerprint)
         self._native.connect()
 
     def forward(
@@ -194,7 +201,8 @@ class Client:
                 `session="cuda"`, a torch tensor on a GPU, or another array there that has DLPack.
             out: an array of the shape and type of `rows` that receives the answer's rows; it becomes `answer.rows`. It may be
                 `rows` itself, must be row-major, and must not be used before the call returns. None: new memory.
-            timeout: seconds for the whole call, retries included; None means no limit.
+            timeout: seconds for the whole call, connecting and retries included; None means no limit. With `session="cuda"` for the
+                service's work on the call, rounded up by a quarter at most.
             dtype: "bf16" or "f16" if `rows` are 16-bit integers that stand for it.
             topk_ids: `[tokens, k]` int32 or int64 expert ids, distinct within a row; the service applies them instead of
                 running the gate.

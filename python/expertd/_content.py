@@ -6,11 +6,21 @@ import json
 import subprocess
 from typing import TYPE_CHECKING
 
-from ._errors import ModelMismatchError
+from ._errors import ModelMismatchError, WeightVersionError
 from ._serve import command
 
 if TYPE_CHECKING:
     from ._native import Model
+
+
+def check_weights(expected: str | None, served: Model) -> None:
+    """Compares the fingerprint of the weights that a client expects, if any, with that of the served ones."""
+    if expected not in (None, served.weight_fingerprint):
+        raise WeightVersionError(
+            f"weights with fingerprint {expected} are expected, {served.weight_fingerprint} are loaded",
+            code="FAILED_PRECONDITION",
+            reason="WEIGHT_VERSION_MISMATCH",
+        )
 
 
 def check_content(folder: str, served: Model, skip: str = "pass check_weights=False") -> None:

@@ -17,7 +17,8 @@ import torch  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor  # type: ignore[import-not-found, unused-ignore]
 from torch.utils.dlpack import from_dlpack  # type: ignore[import-not-found, unused-ignore]
 
-from ._cuda_session import DTYPES, CudaAnswer, CudaSession, Kind, Prepared, as_weights
+from ._content import check_weights
+from ._cuda_session import DTYPES, INTEGERS, CudaAnswer, CudaSession, Kind, Prepared, as_weights, rounded_timeout
 from ._errors import ConnectError, NotFoundError, UnavailableError, UnsupportedError
 from ._native import NativeClient
 
@@ -46,6 +47,8 @@ class CudaRoute:
         self.address = address
         self.retry = retry
         self.on_graph_failure = on_graph_failure
+        # Fingerprint of the weights that must compute the calls; None follows reloads of the service.
+        self.weights: str | None = None
         # Answers for the model; it opens no session.
         self._host = NativeClient([address], False, True, retry, None)
         self._sessions: dict[int, CudaSession] = {}
@@ -57,6 +60,11 @@ class CudaRoute:
         self._lock = threading.Lock()
         # False for engines: their graphs belong to the session that ended, so that another one would only delay their end.
         self.reopens = True
+
+    def pinned(self, fingerprint: str) -> CudaRoute:
+        """This route, whose calls fail unless the weights with this fingerprint compute them. For before the first call."""
+        self.weights = fingerprint
+        return self
 
     def connect(self) -> None:
         try:
@@ -84,7 +92,7 @@ class CudaRoute:
         for session in list(self._sessions.values()):
             session.native.check()
         for session in list(self._replaced):
-            session.native.check_released()
+            session.native.check_ended()
 
     def verify(self) -> None:
         """Raises the exception of a call that failed, in every thread and each time. For engines, which end with the first failure."""
@@ -116,7 +124,7 @@ class CudaRoute:
             dtype=tensor.dtype,
             shared_experts=options["shared_experts"] == "include",
             version=options["expected_weight_version"],
-            timeout_us=0 if seconds is None else max(int(seconds * 1e6), 1),
+            timeout_us=0 if seconds is None else rounded_timeout(seconds),
             given_k=0 if ids is None else ids.shape[1],
             return_routing=options["return_routing"],
             token_ids=token_ids is not None,
@@ -161,11 +169,17 @@ class CudaRoute:
                     f"ids are {list(ids.shape)} on {ids.device} and weights {list(weights.shape)} on {weights.device}; expected "
                     f"[{tokens}, k] on {rows.device} of both"
                 )
+            if ids.dtype not in INTEGERS:
+                raise TypeError(f"ids have elements of {ids.dtype}; expected int32 or int64")
             if not ids.is_contiguous():
                 ids = ids.contiguous()
             if weights.dtype is not torch.float32 or not weights.is_contiguous():
                 weights = as_weights(weights)
         if token_ids is not None:
+            if token_ids.dtype not in INTEGERS or token_ids.numel() != tokens:
+                raise ValueError(
+                    f"token ids are {token_ids.dtype} {list(token_ids.shape)}; expected int32 or int64, one for each of {tokens} rows"
+                )
             token_ids = token_ids.to(rows.device).contiguous()
         out = torch.empty_like(rows)
         try:
@@ -186,7 +200,9 @@ class CudaRoute:
         except UnavailableError:
             self._forget(session)
             raise
-        self._prepared[key] = prepared
+        with self._lock:
+            if self._sessions.get(device) is session:
+                self._prepared[key] = prepared
         return prepared
 
     def _session(self, device: int) -> CudaSession:
@@ -211,7 +227,8 @@ class CudaRoute:
         while True:
             try:
                 model = self._host.model("")
-                session = CudaSession(self.address, device, model, self.on_graph_failure == "abort")
+                check_weights(self.weights, model)
+                session = CudaSession(self.address, device, model, self.on_graph_failure == "abort", self.weights)
                 warn_of_sharing(len(model.placement), torch.cuda.device_count())
                 return session
             except (ConnectError, UnavailableError):
@@ -281,7 +298,7 @@ def _routing(options: dict[str, Any], rows: Tensor) -> tuple[Tensor | None, Tens
 
 def _integers(array: Any, what: str, rows: Tensor) -> Tensor:
     tensor = _beside(_tensor(array, what), what, rows)
-    if tensor.dtype not in (torch.int32, torch.int64):
+    if tensor.dtype not in INTEGERS:
         raise TypeError(f"{what} has elements of {tensor.dtype}; expected int32 or int64")
     return tensor.contiguous()
 

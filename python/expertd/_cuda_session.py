@@ -19,6 +19,8 @@ _AREA_BYTES = 32 << 20
 # Largest number of rows of a call, which has 16 bits in a doorbell.
 _MAX_ROWS = 0xFFFF
 _ALIGN = 64
+_YEAR = 365 * 24 * 3600
+INTEGERS = (torch.int32, torch.int64)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 # Element types of weights, as the native half numbers them.
 _WEIGHTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -68,6 +70,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     shared_experts: bool
     version: int | None = None
+    # From `rounded_timeout`; 0 for none.
     timeout_us: int = 0
     given_k: int = 0
     return_routing: bool = False
@@ -117,6 +120,16 @@ class Prepared(NamedTuple):
         )
 
 
+def rounded_timeout(seconds: float) -> int:
+    """A timeout in microseconds, at most a quarter longer than asked for and a year: a number whose binary digits after the third are zero.
+
+    Each timeout is prepared on its own, and a session has room for 65536 prepared calls.
+    """
+    exact = max(int(min(seconds, _YEAR) * 1e6), 1)
+    shift = max(exact.bit_length() - 3, 0)
+    return -(-exact >> shift) << shift
+
+
 def as_weights(weights: Tensor) -> Tensor:
     """Weights in a type that the kernels of a session read, row-major."""
     return (weights if weights.dtype in _WEIGHTS else weights.float()).contiguous()
@@ -125,7 +138,7 @@ def as_weights(weights: Tensor) -> Tensor:
 class CudaSession:
     """A session in the memory of one GPU."""
 
-    def __init__(self, address: str, device: int, served: Model, ends_process: bool = True) -> None:
+    def __init__(self, address: str, device: int, served: Model, ends_process: bool = True, weights: str | None = None) -> None:
         self.device = device
         self.served = served
         self._prepared: dict[tuple[int, Kind], Prepared] = {}
@@ -134,10 +147,10 @@ class CudaSession:
         # Rows of two bytes are the most.
         self._largest = min(self._area_bytes // (served.hidden * 2), limit, _MAX_ROWS)
         routing_bytes = 2 * _aligned(self._largest * k * 4) + _aligned(self._largest * 4)
-        self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes, ends_process)
+        self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes, ends_process, weights)
 
     def prepare(self, layer: int, kind: Kind) -> Prepared:
-        """The prepared call of a layer. The first call of a kind prepares it for all layers that have it."""
+        """The prepared call of a layer. The first call of a kind without a timeout prepares it for all layers that have it."""
         found = self._prepared.get((layer, kind))
         if found is not None:
             return found
@@ -152,7 +165,8 @@ class CudaSession:
             moe
             for moe in self.served.moe_layers
             # What a layer does not allow, the service refuses with its own sentence.
-            if moe.layer == layer or (kind.given_k <= moe.max_k and (kind.token_ids or not moe.routes_by_token_id))
+            if moe.layer == layer
+            or (kind.timeout_us == 0 and kind.given_k <= moe.max_k and (kind.token_ids or not moe.routes_by_token_id))
         ]
         ks = [kind.given_k or (moe.top_k if kind.return_routing else 0) for moe in layers]
         calls = self.native.prepare(

@@ -42,7 +42,7 @@ class NotFoundError(ExpertdError, LookupError):
 
 
 class WeightVersionError(ExpertdError):
-    """The service holds another weight version than `expected_weight_version`."""
+    """The service holds other weights than `expected_weight_version` or `expected_weight_fingerprint` says."""
 
 
 class OverloadedError(ExpertdError):
@@ -94,7 +94,7 @@ _STATUSES: dict[int, tuple[str, type[ExpertdError], str]] = {
     5: ("NOT_FOUND", NotFoundError, "client.model() lists what is served"),
     7: ("PERMISSION_DENIED", AccessError, ""),
     8: ("RESOURCE_EXHAUSTED", OverloadedError, "send fewer requests at once, or retry for longer (RetryPolicy)"),
-    9: ("FAILED_PRECONDITION", WeightVersionError, "client.model().weight_version is the loaded one"),
+    9: ("FAILED_PRECONDITION", WeightVersionError, "client.model() has the version and the fingerprint of the loaded ones"),
     12: ("UNIMPLEMENTED", UnsupportedError, "the address may belong to another kind of service"),
     13: ("INTERNAL", InternalError, ""),
     14: ("UNAVAILABLE", UnavailableError, "retry for longer (RetryPolicy), or see `expertd status`"),

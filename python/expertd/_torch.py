@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ._client import Client, Credentials, RetryPolicy
-from ._errors import UnsupportedError
+from ._content import check_weights
+from ._errors import UnsupportedError, WeightVersionError
 
 if TYPE_CHECKING:
     from ._native import Model, MoeLayer
@@ -22,8 +23,20 @@ _numbers = itertools.count(1)
 _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary()
 
 
+# What a caller of a model can do whose service has moved to other weights.
+_WAY_OUT = (
+    "The model was loaded with the expected ones, and attention of one checkpoint with experts of another is neither. Serve those weights "
+    "again (expertd reload), load the model again, or let it follow reloads: remote_experts(…, follow_weights=True), or "
+    "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM"
+)
+
+
 class Remote:
-    """A connection that the modules of a model, and copies of the model, share."""
+    """A connection that the modules of a model, and copies of the model, share.
+
+    Unless `follows` is true, the experts are those of the weights that the service had when the model was loaded, also in copies that are
+    unpickled later (`weights` is their fingerprint). Once the service has others, calls raise WeightVersionError.
+    """
 
     def __init__(
         self,
@@ -31,6 +44,8 @@ class Remote:
         credentials: Credentials | None = None,
         session: Session | None = None,
         on_graph_failure: GraphFailure = "abort",
+        follows: bool = False,
+        weights: str | None = None,
     ) -> None:
         self.address = address
         self.credentials = credentials
@@ -42,6 +57,14 @@ class Remote:
         # With session="cuda": the client of rows in host memory.
         self._host: Client | None = None
         self.model: Model = self.client.model()
+        self.follows = follows
+        self.weights = None if follows else weights or self.model.weight_fingerprint
+        if self.weights is not None:
+            try:
+                check_weights(self.weights, self.model)
+            except WeightVersionError as error:
+                raise _explained(error) from error
+            self.client._native = self.client._native.pinned(self.weights)
         self._layers = {layer.layer: layer for layer in self.model.moe_layers}
         self._most: int = self.model.limits.max_tokens_per_request
         self.number = next(_numbers)
@@ -55,12 +78,22 @@ class Remote:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Remote, (self.address, self.credentials, self.session, self.on_graph_failure))
+        return (Remote, (self.address, self.credentials, self.session, self.on_graph_failure, self.follows, self.weights))
 
     def verify(self) -> None:
         """With `session="cuda"`: raises the exception of a call that failed, in every thread and each time. Waits for nothing."""
         if self.session == "cuda":
-            self.client._native.verify()
+            try:
+                self.client._native.verify()
+            except WeightVersionError as error:
+                raise _explained(error) from error
+
+    def synchronize(self) -> None:
+        """With `session="cuda"`: waits for the GPU's work and raises the exception of a call that failed."""
+        try:
+            self.client.synchronize()
+        except WeightVersionError as error:
+            raise _explained(error) from error
 
     def end_with_session(self) -> None:
         """With `session="cuda"`: once a session has ended whose calls graphs captured, calls fail instead of opening another one."""
@@ -76,6 +109,20 @@ class Remote:
         shared_experts: bool,
     ) -> Tensor:
         """Sends rows `[..., hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
+        try:
+            return self._forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
+        except WeightVersionError as error:
+            raise _explained(error) from error
+
+    def _forward(
+        self,
+        layer: int,
+        rows: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        token_ids: Tensor | None,
+        shared_experts: bool,
+    ) -> Tensor:
         if rows.numel() == 0:
             return torch.empty_like(rows)
         client = self.client
@@ -84,7 +131,7 @@ class Remote:
                 return client._native.enqueue(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
             # Layers that a device map left on the CPU.
             if self._host is None:
-                self._host = Client(self.address, session="host", retry=_RETRY)
+                self._host = Client(self.address, session="host", retry=_RETRY, expected_weight_fingerprint=self.weights)
             client = self._host
         here = rows.detach().reshape(-1, rows.shape[-1]).cpu().contiguous()
         ids, weights, tids = (None if t is None else t.detach().cpu().contiguous() for t in (topk_ids, topk_weights, token_ids))
@@ -132,6 +179,10 @@ class Remote:
         if _is_watched(rows, topk_weights):
             return moe(rows, topk_ids, topk_weights, token_ids, self.number, layer, shared_experts)
         return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
+
+
+def _explained(error: WeightVersionError) -> WeightVersionError:
+    return WeightVersionError(f"{error}. {_WAY_OUT}", code=error.code, reason=error.reason)
 
 
 def _is_watched(rows: Tensor, topk_weights: Tensor | None) -> bool:

@@ -1,10 +1,15 @@
 //! Conversion of futures of the runtime to futures of `asyncio`.
 
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 
 use pyo3::prelude::*;
 use pyo3::{IntoPyObjectExt as _, intern};
 use tokio::task::AbortHandle;
+use tonic::Status;
 
 use crate::errors::Failure;
 use crate::input::Output;
@@ -61,7 +66,7 @@ where
     let promise = event_loop.call_method0(intern!(py, "create_future"))?;
     let (their_loop, their_promise) = (event_loop.unbind(), promise.clone().unbind());
     let task = runtime::handle()?.spawn(async move {
-        let result = future.await;
+        let result = caught(future).await;
         // At exit there is no interpreter that could get the result.
         Python::try_attach(|py| {
             let delivered = deliver(py, &their_loop, their_promise, result);
@@ -74,6 +79,19 @@ where
     });
     promise.call_method1(intern!(py, "add_done_callback"), (OnDone { task: task.abort_handle(), out },))?;
     Ok(promise)
+}
+
+/// The result of `future`; INTERNAL if it panics, so that the event loop's future ends in any case.
+async fn caught<T>(future: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    let mut future = pin!(future);
+    poll_fn(|context| {
+        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
+        polled.unwrap_or_else(|_| {
+            let text = "the client panicked; its message is on standard error";
+            Poll::Ready(Err(Status::internal(text).into()))
+        })
+    })
+    .await
 }
 
 /// Passes the result to the event loop's thread.

@@ -15,7 +15,7 @@ use crate::errors::Failure;
 use crate::model::{Model, ModelSummary};
 use crate::receipt::{Answer, Received};
 use crate::request::{Arguments, Options};
-use crate::runtime::{self, timeout, wait};
+use crate::runtime::{self, OwnProcess, timeout, wait};
 use crate::session::{End, HostSession};
 use crate::stream::NativeStream;
 
@@ -127,20 +127,14 @@ impl From<CredentialArguments> for Credentials {
 #[derive(Debug)]
 pub(crate) struct NativeClient {
     route: Route,
-    /// The process that made the client. Connections do not survive a fork.
-    process: u32,
+    /// Fingerprint of the weights that must compute answers; `None` follows reloads of the service.
+    weights: Option<Arc<str>>,
+    process: OwnProcess,
 }
 
 impl NativeClient {
     fn route(&self) -> PyResult<Route> {
-        let found = std::process::id();
-        if found != self.process {
-            return Err(PyRuntimeError::new_err(format!(
-                "this client was made in process {} and is used in process {found}. Connections do not survive a fork: \
-                 make a client in each process",
-                self.process
-            )));
-        }
+        self.process.check("client")?;
         Ok(self.route.clone())
     }
 }
@@ -170,7 +164,12 @@ impl NativeClient {
             let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
             Route::Remote(Arc::new(Connection::new(addresses, several, credentials, retry)))
         };
-        Ok(NativeClient { route, process: std::process::id() })
+        Ok(NativeClient { route, weights: None, process: OwnProcess::current() })
+    }
+
+    /// A client with the same connection, whose calls fail unless the weights with this fingerprint compute them.
+    fn pinned(&self, fingerprint: &str) -> PyResult<NativeClient> {
+        Ok(NativeClient { route: self.route()?, weights: Some(fingerprint.into()), process: self.process })
     }
 
     fn connect(&self, py: Python<'_>) -> PyResult<()> {
@@ -194,7 +193,7 @@ impl NativeClient {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, Answer>> {
         let route = self.route()?;
-        let arguments = Arguments::new(layer, rows, seconds, options, out)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, out, self.weights.as_ref())?;
         let received = match route {
             Route::Remote(connection) => {
                 let out = arguments.out.clone();
@@ -225,7 +224,7 @@ impl NativeClient {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let route = self.route()?;
-        let arguments = Arguments::new(layer, rows, seconds, options, out)?;
+        let arguments = Arguments::new(layer, rows, seconds, options, out, self.weights.as_ref())?;
         let out = arguments.out.clone();
         asyncio::spawn_filling(py, route.call(arguments), out)
     }
@@ -251,6 +250,6 @@ impl NativeClient {
     }
 
     fn stream(&self, capacity: usize) -> PyResult<NativeStream> {
-        Ok(NativeStream::new(self.route()?, runtime::handle()?, capacity))
+        Ok(NativeStream::new(self.route()?, runtime::handle()?, capacity, self.weights.clone()))
     }
 }

@@ -1,13 +1,14 @@
 //! gRPC connections: to one service, or to several that are used as one.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use expertd_client::fleet::{FleetClient, FleetConfig};
 use expertd_client::transport::Credentials;
 use expertd_client::{Client, RetryPolicy};
-use expertd_proto::v1::GetModelResponse;
+use expertd_proto::v1::{ForwardRequest, GetModelResponse};
 use tokio::sync::OnceCell;
 use tonic::Status;
+use tonic_types::StatusExt as _;
 
 use crate::errors::Failure;
 use crate::model::{Model, ModelSummary};
@@ -16,6 +17,24 @@ use crate::request::Call;
 
 /// Time for which a question about the model waits until every service has said what it holds.
 const COMPLETE_MODEL: Duration = Duration::from_secs(5);
+
+/// Whether a call that expects a fingerprint failed only because the weights got a new version while it waited. Another placement of the same
+/// weights has one, and a second attempt tells.
+pub(crate) fn may_be_other_placement(message: &ForwardRequest, status: &Status) -> bool {
+    let is_other =
+        || status.get_details_error_info().is_some_and(|info| info.reason == "WEIGHT_VERSION_MISMATCH");
+    !message.expected_weight_fingerprint.is_empty() && message.expected_weight_version.is_none() && is_other()
+}
+
+/// The result of `future`, DEADLINE_EXCEEDED if it has none within `timeout`.
+pub(crate) async fn within<T>(
+    timeout: Option<Duration>,
+    future: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    let Some(timeout) = timeout else { return future.await };
+    let over = |_| Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")).into());
+    tokio::time::timeout(timeout, future).await.unwrap_or_else(over)
+}
 
 /// Addresses, and the connection to them after the first call.
 #[derive(Debug)]
@@ -88,14 +107,24 @@ impl Connection {
         hosts.len() > 1
     }
 
-    /// Makes a call.
+    /// Makes a call. Its timeout bounds connecting as well.
     pub(crate) async fn forward(&self, call: Call) -> Result<Received, Failure> {
-        let Call { message, timeout, shape } = call;
-        let response = match self.link().await? {
-            Link::One(client) => client.forward(message, timeout).await?,
-            Link::Several(fleet) => fleet.forward(message, timeout).await?,
+        let start = Instant::now();
+        let link = within(call.timeout, self.link()).await?;
+        let send = |message| async move {
+            let left = call.timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            match link {
+                Link::One(client) => client.forward(message, left).await,
+                Link::Several(fleet) => fleet.forward(message, left).await,
+            }
         };
-        shape.read_answer(response)
+        let mut result = send(call.message.clone()).await;
+        if let Err(status) = &result
+            && may_be_other_placement(&call.message, status)
+        {
+            result = send(call.message).await;
+        }
+        call.shape.read_answer(result?)
     }
 
     /// Dimensions, layers, limits and versions; several services' layers together.

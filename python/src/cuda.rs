@@ -13,16 +13,17 @@ use std::time::Duration;
 use bytemuck::Zeroable as _;
 use expertd_client::session::cuda::wire::PreparedCall;
 use expertd_client::session::cuda::{
-    CallArrays, CudaSession, CudaSessionOptions, IntegerArray, Lane, Prepared, RoutingArrays,
+    CallArrays, CudaSession, CudaSessionOptions, IntegerArray, Lane, Prepared, RoutingArrays, WeightPin,
 };
 use expertd_client::session::wire::RequestRecord;
 use expertd_client::session::{self, DType, SessionError};
-use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use tonic::Status;
 
 use crate::errors::Failure;
 use crate::receipt::{self, Receipt};
+use crate::runtime::OwnProcess;
 use crate::session::open_failure;
 
 /// Time limit of opening a session and of preparing calls.
@@ -39,12 +40,15 @@ struct Open {
     raised: [AtomicU64; LANES],
     /// Number of each lane's calls that were released after the session's end, and whose exception was raised.
     raised_released: [AtomicU64; LANES],
+    /// Number of each lane's calls when an exception last said that other weights had computed one.
+    raised_moved: [AtomicU64; LANES],
     /// The process ends when a call in a replayed graph fails.
     ends_process: bool,
     /// The session stays open until the process ends, because graphs use its memory.
     is_kept: AtomicBool,
-    /// The process that opened the session. CUDA does not survive a fork.
-    process: u32,
+    /// The weights that must compute the calls.
+    pin: Option<WeightPin>,
+    process: OwnProcess,
 }
 
 /// A session in the memory of one GPU.
@@ -119,15 +123,7 @@ type RoutingArguments = (u64, bool, u64, u32, bool);
 
 impl Open {
     fn check_process(&self) -> PyResult<()> {
-        let found = std::process::id();
-        if found == self.process {
-            return Ok(());
-        }
-        Err(PyRuntimeError::new_err(format!(
-            "this CUDA session was opened in process {} and is used in process {found}. CUDA does not survive a fork: make a client \
-             in each process",
-            self.process
-        )))
+        self.process.check("CUDA session")
     }
 
     /// Finds a call that failed and was not raised yet, or the session's end.
@@ -142,9 +138,11 @@ impl Open {
     }
 
     fn check_lanes(&self, lanes: usize) -> Result<(), SessionError> {
-        for (lane, raised) in self.lanes.iter().zip(&self.raised).take(lanes) {
+        for (index, lane) in self.lanes.iter().enumerate().take(lanes) {
+            let raised = &self.raised[index];
             let has_failed = lane.has_failed(raised.load(Ordering::Acquire));
-            if !has_failed.inspect_err(|_| _ = self.note_released(lanes))? {
+            if !has_failed.inspect_err(|_| _ = self.note(lanes))? {
+                self.check_weights(index, self.raised_moved[index].load(Ordering::Acquire))?;
                 continue;
             }
             let status = lane.status()?;
@@ -157,30 +155,46 @@ impl Open {
         Ok(())
     }
 
-    /// Finds a call that failed, whether or not it was raised, or the session's end.
+    /// Finds that the last call of a lane, after its first `known`, was computed by other weights than the client expects.
+    fn check_weights(&self, index: usize, known: u64) -> Result<(), SessionError> {
+        let (Some(pin), lane) = (&self.pin, &self.lanes[index]) else { return Ok(()) };
+        let counts = lane.counts()?;
+        if counts.calls <= known {
+            return Ok(());
+        }
+        let checked = pin.check(counts.weight_version, || Ok(lane.status()?.last));
+        checked.inspect_err(|_| self.raised_moved[index].store(counts.calls, Ordering::Release))
+    }
+
+    /// Finds a call that failed, whether or not it was raised, or that other weights computed, or the session's end.
     fn verify(&self) -> Result<(), SessionError> {
-        for lane in &self.lanes {
+        for (index, lane) in self.lanes.iter().enumerate() {
             if lane.failures()? > 0
                 && let Some(failure) = lane.status()?.last_failure
             {
                 return Err(failure.into());
             }
+            self.check_weights(index, 0)?;
         }
         Ok(())
     }
 
-    /// Finds the session's end if calls were released since the last exception, by replays of graphs.
-    fn check_released(&self) -> Result<(), SessionError> {
-        if self.note_released(LANES) { self.lanes[0].status().map(drop) } else { Ok(()) }
+    /// Finds the session's end if calls failed or were released since the last exception: those of replayed graphs.
+    fn check_ended(&self) -> Result<(), SessionError> {
+        if self.note(LANES) { self.lanes[0].status().map(drop) } else { Ok(()) }
     }
 
-    /// Whether calls of the first `lanes` lanes were released since the last time.
-    fn note_released(&self, lanes: usize) -> bool {
-        let lanes = self.lanes.iter().zip(&self.raised_released).take(lanes);
-        lanes.fold(false, |found, (lane, raised)| {
-            let released = lane.released();
-            raised.swap(released, Ordering::AcqRel) < released || found
-        })
+    /// Whether calls of the first `lanes` lanes failed or were released since the last time.
+    fn note(&self, lanes: usize) -> bool {
+        let mut found = false;
+        for (index, lane) in self.lanes.iter().enumerate().take(lanes) {
+            let counts =
+                [(&self.raised[index], lane.failed()), (&self.raised_released[index], lane.released())];
+            for (raised, now) in counts {
+                found |= raised.swap(now, Ordering::AcqRel) < now;
+            }
+        }
+        found
     }
 
     /// Keeps the session until the process ends, because a graph captures a call of it.
@@ -214,7 +228,8 @@ fn raise(py: Python<'_>, error: SessionError) -> PyErr {
 
 #[pymethods]
 impl NativeCudaSession {
-    /// Opens a session with memory on GPU `device` of this process. `ends_process`: when a call in a replayed graph fails.
+    /// Opens a session with memory on GPU `device` of this process. `ends_process`: when a call in a replayed graph fails. `fingerprint`: of the
+    /// weights that must compute the calls.
     #[new]
     fn new(
         py: Python<'_>,
@@ -223,6 +238,7 @@ impl NativeCudaSession {
         area_bytes: u64,
         routing_bytes: u32,
         ends_process: bool,
+        fingerprint: Option<String>,
     ) -> PyResult<NativeCudaSession> {
         let memory_bytes = 2 * LANES * usize::try_from(area_bytes)?;
         let options = CudaSessionOptions {
@@ -239,9 +255,11 @@ impl NativeCudaSession {
             lanes,
             raised: [const { AtomicU64::new(0) }; LANES],
             raised_released: [const { AtomicU64::new(0) }; LANES],
+            raised_moved: [const { AtomicU64::new(0) }; LANES],
             ends_process,
             is_kept: AtomicBool::new(false),
-            process: std::process::id(),
+            pin: fingerprint.map(WeightPin::new),
+            process: OwnProcess::current(),
         };
         Ok(NativeCudaSession { open: Arc::new(open), area_bytes })
     }
@@ -273,10 +291,10 @@ impl NativeCudaSession {
         self.open.verify().map_err(|error| raise(py, error))
     }
 
-    /// Raises the session's end if replays of graphs called it since the last exception.
-    fn check_released(&self, py: Python<'_>) -> PyResult<()> {
+    /// Of a session that has ended: raises its end if calls of replayed graphs failed or were released since the last exception.
+    fn check_ended(&self, py: Python<'_>) -> PyResult<()> {
         self.open.check_process()?;
-        self.open.check_released().map_err(|error| raise(py, error))
+        self.open.check_ended().map_err(|error| raise(py, error))
     }
 
     /// Whether graphs captured calls of the session.

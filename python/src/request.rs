@@ -42,6 +42,8 @@ pub(crate) struct Arguments {
     pub(crate) token_ids: Option<Input>,
     pub(crate) shared_experts: bool,
     pub(crate) expected_weight_version: Option<u64>,
+    /// Fingerprint of the weights that must compute the answer.
+    pub(crate) weights: Option<Arc<str>>,
     pub(crate) return_routing: bool,
     pub(crate) return_timings: bool,
     pub(crate) timeout: Option<Duration>,
@@ -82,7 +84,7 @@ pub(crate) struct Shape {
 }
 
 impl Arguments {
-    /// Reads the arguments of a Python method.
+    /// Reads the arguments of a Python method. `weights` are those that its client expects.
     ///
     /// # Errors
     /// TypeError, ValueError or BufferError that name the argument.
@@ -92,6 +94,7 @@ impl Arguments {
         seconds: Option<f64>,
         options: Options<'_>,
         out: Option<&Bound<'_, PyAny>>,
+        weights: Option<&Arc<str>>,
     ) -> PyResult<Arguments> {
         let timeout = timeout(seconds, "timeout")?;
         let rows = Input::take(rows, "rows")?.rows(options.dtype.as_deref())?;
@@ -133,6 +136,7 @@ impl Arguments {
             token_ids: token_ids.transpose()?,
             shared_experts,
             expected_weight_version: options.expected_weight_version,
+            weights: weights.cloned(),
             return_routing: options.return_routing,
             return_timings: options.return_timings,
             timeout,
@@ -162,6 +166,7 @@ impl Arguments {
             message = message.without_shared_experts();
         }
         message.expected_weight_version = self.expected_weight_version;
+        message.expected_weight_fingerprint = self.weights.as_deref().unwrap_or_default().to_owned();
         message.return_routing = self.return_routing;
         message.return_timings = self.return_timings;
         Call { message, timeout: self.timeout, shape }

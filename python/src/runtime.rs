@@ -4,6 +4,7 @@ use std::pin::pin;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use expertd_client::MAX_TIMEOUT;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -15,6 +16,29 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The runtime, and the process that made it, because threads do not survive a fork.
 static RUNTIME: Mutex<Option<(u32, Handle)>> = Mutex::new(None);
+
+/// The process that made an object. Connections, threads and the contexts of GPUs do not survive a fork.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnProcess(u32);
+
+impl OwnProcess {
+    pub(crate) fn current() -> OwnProcess {
+        OwnProcess(std::process::id())
+    }
+
+    /// # Errors
+    /// RuntimeError in a fork; `what` was made by the process.
+    pub(crate) fn check(self, what: &str) -> PyResult<()> {
+        let (made, found) = (self.0, std::process::id());
+        if made == found {
+            return Ok(());
+        }
+        Err(PyRuntimeError::new_err(format!(
+            "this {what} was made in process {made} and is used in process {found}. It does not survive a fork: make a client in each \
+             process"
+        )))
+    }
+}
 
 /// The runtime of this process, made when it is first needed.
 ///
@@ -58,14 +82,15 @@ pub(crate) fn wait<T: Send>(py: Python<'_>, future: impl Future<Output = T> + Se
     }
 }
 
-/// A timeout in seconds, as Python passes it.
+/// A timeout in seconds, as Python passes it. The only place where Python's timeouts enter: those beyond the range of clocks are shortened to
+/// [`MAX_TIMEOUT`].
 ///
 /// # Errors
 /// ValueError if it is negative, zero or not a number.
 pub(crate) fn timeout(seconds: Option<f64>, what: &str) -> PyResult<Option<Duration>> {
     let Some(seconds) = seconds else { return Ok(None) };
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(duration) if !duration.is_zero() => Ok(Some(duration)),
+    match Duration::try_from_secs_f64(seconds.min(MAX_TIMEOUT.as_secs_f64())) {
+        Ok(duration) if !duration.is_zero() && !seconds.is_nan() => Ok(Some(duration)),
         _ => Err(PyValueError::new_err(format!(
             "{what} is {seconds}; expected a positive number of seconds, or None for no limit"
         ))),

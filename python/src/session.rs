@@ -116,10 +116,16 @@ impl HostSession {
         check: &mut dyn FnMut() -> PyResult<()>,
     ) -> Result<Received, End> {
         let places = Places::of(arguments);
-        let opened = self.current.with_room(places.total()).map_err(session::status)?;
+        let deadline = arguments.timeout.map(|timeout| start + timeout);
+        let opened = match self.current.with_room(places.total(), deadline) {
+            Ok(opened) => opened,
+            Err(error) => {
+                go_on(deadline, check)?;
+                return Err(session::status(error).into());
+            }
+        };
         expect_name(&opened.model, &arguments.model)?;
         expect_shapes(arguments, &opened)?;
-        let deadline = arguments.timeout.map(|timeout| start + timeout);
         let (session, mut pending) = self.submit(opened, arguments, &places, deadline, check)?;
         let ended = loop {
             match pending.try_wait(time_left(deadline, CHECK_INTERVAL)) {
@@ -155,7 +161,7 @@ impl HostSession {
                     Ok(pending) => return Ok((opened.session, pending)),
                     Err(SessionError::TooManyCalls { .. }) => {}
                     Err(SessionError::NoRoom { .. }) => {
-                        if let Some(larger) = self.current.enlarged(&opened) {
+                        if let Some(larger) = self.current.enlarged(&opened, deadline) {
                             opened = larger;
                             continue;
                         }
@@ -280,6 +286,10 @@ fn sleep(pause: Duration, check: &mut dyn FnMut() -> PyResult<()>) -> Result<(),
 }
 
 fn read_answer(answer: session::Answer, arguments: &Arguments) -> Result<Received, End> {
+    // A session's call names no fingerprint. The output of other weights is not given to the caller.
+    if let Some(expected) = &arguments.weights {
+        session::check_weights(expected, &answer.receipt.weight_fingerprint).map_err(session::status)?;
+    }
     let shape = arguments.shape();
     let output = answer.output.as_slice();
     let rows = match &arguments.out {

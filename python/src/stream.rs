@@ -15,11 +15,11 @@ use tonic::Status;
 
 use crate::asyncio;
 use crate::client::Route;
-use crate::connection::{Connection, Link};
+use crate::connection::{Connection, Link, may_be_other_placement, within};
 use crate::errors::Failure;
 use crate::receipt::{Answer, Received};
 use crate::request::{Arguments, Call, Options};
-use crate::runtime::wait;
+use crate::runtime::{OwnProcess, wait};
 
 type Reply = oneshot::Sender<Result<ForwardResponse, Status>>;
 
@@ -128,8 +128,11 @@ impl Shared {
     }
 
     /// Makes a call. Several services have no common stream, so that each call to them is one of its own.
-    async fn call(&self, call: Call) -> Result<Received, Failure> {
-        match self.connection.link().await? {
+    async fn call(&self, mut call: Call) -> Result<Received, Failure> {
+        let start = Instant::now();
+        let link = within(call.timeout, self.connection.link()).await?;
+        call.timeout = call.timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+        match link {
             Link::One(client) => self.call_on_stream(client, &call).await,
             Link::Several(_) => self.connection.forward(call).await,
         }
@@ -140,6 +143,7 @@ impl Shared {
         let start = Instant::now();
         let timeout = call.timeout;
         let mut attempt = 1;
+        let mut is_second = false;
         loop {
             let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
             let status = match self.call_once(client, call.message.clone(), left).await {
@@ -147,6 +151,10 @@ impl Shared {
                 Err(Failure::Status(status)) => status,
                 Err(failure) => return Err(failure),
             };
+            if !is_second && may_be_other_placement(&call.message, &status) {
+                is_second = true;
+                continue;
+            }
             let pause =
                 self.connection.retry().and_then(|retry| retry.pause(&status, attempt, start.elapsed()));
             match pause {
@@ -165,14 +173,13 @@ impl Shared {
         message: ForwardRequest,
         timeout: Option<Duration>,
     ) -> Result<ForwardResponse, Failure> {
-        let (open, id) = self.open(client).await?;
-        let call = open.call(id, message, timeout);
-        let Some(timeout) = timeout else { return Ok(call.await?) };
-        // The service answers in time. This timeout ends the wait if the connection does not deliver the answer.
-        match tokio::time::timeout(timeout, call).await {
-            Ok(result) => Ok(result?),
-            Err(_) => Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")).into()),
-        }
+        // The service answers in time. This timeout ends the wait if the stream does not open, or the connection does not deliver the
+        // answer.
+        within(timeout, async {
+            let (open, id) = self.open(client).await?;
+            Ok(open.call(id, message, timeout).await?)
+        })
+        .await
     }
 }
 
@@ -200,20 +207,29 @@ pub(crate) struct NativeStream {
     /// `None` after it was closed. Calls in flight also hold it, and the gRPC stream ends when the last holder drops it.
     route: Mutex<Option<StreamRoute>>,
     runtime: Handle,
+    /// As of the client.
+    weights: Option<Arc<str>>,
+    process: OwnProcess,
 }
 
 impl NativeStream {
-    pub(crate) fn new(route: Route, runtime: Handle, capacity: usize) -> NativeStream {
+    pub(crate) fn new(
+        route: Route,
+        runtime: Handle,
+        capacity: usize,
+        weights: Option<Arc<str>>,
+    ) -> NativeStream {
         let route = match route {
             Route::Remote(connection) => {
                 StreamRoute::Grpc(Arc::new(Shared { connection, capacity, current: AsyncMutex::default() }))
             }
             host @ Route::Host(_) => StreamRoute::Session(host),
         };
-        NativeStream { route: Mutex::new(Some(route)), runtime }
+        NativeStream { route: Mutex::new(Some(route)), runtime, weights, process: OwnProcess::current() }
     }
 
     fn route(&self) -> PyResult<StreamRoute> {
+        self.process.check("stream")?;
         let route = self.route.lock().unwrap_or_else(PoisonError::into_inner);
         route.clone().ok_or_else(|| {
             PyValueError::new_err("the stream is closed; open another one with client.stream()")
@@ -231,9 +247,10 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Pending> {
-        let arguments = Arguments::new(layer, rows, seconds, options, None)?;
-        let task = self.runtime.spawn(self.route()?.call(arguments));
-        Ok(Pending { task: Mutex::new(Some(task)) })
+        let route = self.route()?;
+        let arguments = Arguments::new(layer, rows, seconds, options, None, self.weights.as_ref())?;
+        let task = self.runtime.spawn(route.call(arguments));
+        Ok(Pending { task: Mutex::new(Some(task)), process: self.process })
     }
 
     fn forward_async<'py>(
@@ -244,8 +261,9 @@ impl NativeStream {
         seconds: Option<f64>,
         options: Options<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let arguments = Arguments::new(layer, rows, seconds, options, None)?;
-        asyncio::spawn(py, self.route()?.call(arguments))
+        let route = self.route()?;
+        let arguments = Arguments::new(layer, rows, seconds, options, None, self.weights.as_ref())?;
+        asyncio::spawn(py, route.call(arguments))
     }
 
     /// Refuses further calls; calls in flight continue.
@@ -259,12 +277,14 @@ impl NativeStream {
 #[derive(Debug)]
 pub(crate) struct Pending {
     task: Mutex<Option<JoinHandle<Result<Received, Failure>>>>,
+    process: OwnProcess,
 }
 
 #[pymethods]
 impl Pending {
     /// Waits for the answer and returns it, once.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, Answer>> {
+        self.process.check("call")?;
         let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut task) = task else {
             return Err(PyRuntimeError::new_err("the result was already taken; keep the first one"));

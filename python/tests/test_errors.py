@@ -1,5 +1,6 @@
 """Every cause has its exception, which says what was found and what to do."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, stopped
+from conftest import GOLDEN, stopped, worst_row
 
 import expertd
 
@@ -127,20 +128,72 @@ def test_a_signal_ends_a_waiting_call(golden, rows):
 
 def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, rows):
     it = golden("qwen3_moe")
-    it.client.forward(it.layers[0], rows)
+    layer, stream = it.layers[0], it.client.stream()
+    asynchronous = expertd.AsyncClient(**it.arguments).stream()
+    expected = np.asarray(it.client.forward(layer, rows).rows)
+    with stopped(it.service):
+        pending = stream.submit(layer, rows)
+        calls = [
+            lambda: it.client.forward(layer, rows),
+            lambda: stream.submit(layer, rows),
+            lambda: asyncio.run(asynchronous.forward(layer, rows)),
+            pending.result,
+        ]
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused += "fork" in str(error)
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+    assert worst_row(pending.result().rows, expected) < 1e-5
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            try:
-                it.client.forward(it.layers[0], rows)
-            except RuntimeError as error:
-                fresh = expertd.Client(**it.arguments)
-                fresh.forward(it.layers[0], rows)
-                status = 0 if "fork" in str(error) else 2
-        finally:
-            os._exit(status)
+        fresh = expertd.Client(**it.arguments)
+        os._exit(0 if worst_row(fresh.forward(layer, rows).rows, expected) < 1e-5 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert worst_row(it.client.forward(layer, rows).rows, expected) < 1e-5
+
+
+def test_a_deadline_passes_while_another_call_connects(golden, rows):
+    it = golden("qwen3_moe")
+
+    async def calls():
+        client = expertd.AsyncClient(**it.arguments)
+        with stopped(it.service):
+            connecting = asyncio.ensure_future(client.forward(it.layers[0], rows))
+            for call in (client.forward, client.stream().forward):
+                with pytest.raises(expertd.DeadlineError):
+                    await call(it.layers[0], rows, timeout=0.2)
+            assert not connecting.done()
+        await connecting
+
+    asyncio.run(calls())
+
+
+def test_a_deadline_passes_while_a_session_is_opened(started, rows):
+    it = started("qwen3_moe", "host")
+    client = expertd.AsyncClient(**it.arguments, retry=None)
+    with stopped(it.service), pytest.raises(expertd.DeadlineError):
+        asyncio.run(client.forward(it.layers[0], rows, timeout=0.2))
+
+
+@pytest.mark.parametrize("timeout", [1e12, 1e300, float("inf")])
+def test_timeouts_beyond_the_range_of_clocks(golden, rows, timeout):
+    it = golden("qwen3_moe")
+    assert it.client.forward(it.layers[0], rows, timeout=timeout).rows.shape == rows.shape
+    assert it.client.stream().submit(it.layers[0], rows, timeout=timeout).result().rows.shape == rows.shape
+
+    async def call():
+        async with expertd.AsyncClient(**it.arguments) as client:
+            return await client.forward(it.layers[0], rows, timeout=timeout)
+
+    assert asyncio.run(call()).rows.shape == rows.shape
+    with pytest.raises(ValueError, match="positive"):
+        it.client.forward(it.layers[0], rows, timeout=float("nan"))
 
 
 def test_without_torch_cuda_sessions_are_refused():

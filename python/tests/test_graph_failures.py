@@ -31,7 +31,7 @@ class Native:
 
     def check(self):
         if self.ended:
-            self.raised_released = self.released
+            self.raised, self.raised_released = self.failures, self.released
             raise expertd.UnavailableError("the session has ended")
         if self.failures > self.raised:
             self.raised = self.failures
@@ -41,9 +41,10 @@ class Native:
         if self.ended or self.failures:
             raise expertd.UnavailableError("the session has ended")
 
-    def check_released(self):
-        if self.released > self.raised_released:
-            self.raised_released = self.released
+    def check_ended(self):
+        counted, raised = (self.failures, self.released), (self.raised, self.raised_released)
+        self.raised, self.raised_released = counted
+        if counted > raised:
             raise expertd.UnavailableError("the session has ended")
 
     def is_kept(self):
@@ -59,7 +60,8 @@ def route(monkeypatch):
     waited = []
     torch = types.ModuleType("torch")
     torch.Tensor, torch._C = object, types.SimpleNamespace()
-    torch.bfloat16, torch.float16, torch.float32 = "bfloat16", "float16", "float32"
+    for name in ("bfloat16", "float16", "float32", "int32", "int64"):
+        setattr(torch, name, name)
     torch.cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=waited.append, is_current_stream_capturing=lambda: False)
     dlpack = types.ModuleType("torch.utils.dlpack")
     dlpack.from_dlpack = None
@@ -149,6 +151,19 @@ def test_a_failed_replay_is_found_although_another_threads_call_found_the_end_fi
     route._forget(old)
     with pytest.raises(expertd.UnavailableError):
         route.check()
+
+
+def test_a_replay_that_the_service_failed_before_the_session_ended_is_found(route):
+    old = route._session(0)
+    old.native.kept = True
+    old.native.failures += 1
+    old.native.ended = True
+    with pytest.raises(expertd.UnavailableError):
+        old.native.call()
+    route._forget(old)
+    with pytest.raises(expertd.UnavailableError):
+        route.check()
+    route.check()
 
 
 def test_an_engine_opens_no_session_after_the_one_of_its_graphs(route):

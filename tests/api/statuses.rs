@@ -220,6 +220,9 @@ async fn the_service_answers_the_deadline_before_the_transport() {
     fake.release();
     assert_eq!(receiver.next().await.unwrap().unwrap().0, 2);
 
+    // A timeout beyond the range of clocks is as good as none.
+    client.forward(good(), Some(Duration::MAX)).await.unwrap();
+
     // The backend itself reports an exceeded deadline.
     fake.refuse(Some(SubmitError::DeadlineExceeded));
     assert_eq!(client.forward(good(), None).await.unwrap_err().code(), Code::DeadlineExceeded);

@@ -3,6 +3,7 @@
 //! `EXPERTD_SYNTH_OUT=DIR` keeps the checkpoints, so that `scripts/golden.py DIR --record` can run them through
 //! transformers.
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use expertd_compute::experts::reference::block;
 use expertd_compute::gate::CpuGate;
@@ -122,6 +123,22 @@ fn the_same_seed_gives_the_same_fingerprint_and_another_seed_another() {
     }
     let (sampled, whole) = (fingerprint("a", 1, Coverage::Sampled), fingerprint("a", 1, Coverage::Whole));
     assert_ne!(sampled.digest, whole.digest);
+}
+
+#[test]
+fn bytes_are_counted_while_all_of_them_are_digested() {
+    let temporary = tempfile::tempdir().unwrap();
+    synth::write(&SynthConfig::new("qwen2_moe"), temporary.path()).unwrap();
+    let checkpoint = Checkpoint::open(temporary.path()).unwrap();
+    let digested = |coverage| {
+        let count = AtomicUsize::new(0);
+        let add = |bytes| _ = count.fetch_add(bytes, Ordering::Relaxed);
+        checkpoint.expect(&checkpoint.fingerprint(coverage), &add).unwrap();
+        count.into_inner() as u64
+    };
+    assert_eq!(digested(Coverage::Sampled), 0);
+    // Gates belong to MoE blocks, too.
+    assert!(digested(Coverage::Whole) > checkpoint.bytes());
 }
 
 #[test]

@@ -75,6 +75,59 @@ fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end()
     next.iter().for_each(|&rank| ptrace::reap(rank as i32));
 }
 
+/// The threads of a process.
+fn threads(process: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{process}/task")).map_or(0, Iterator::count)
+}
+
+#[test]
+fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
+    let limit = Duration::from_secs(3);
+    let service = Service::start("qwen3_moe", 2, &["--forming-timeout-ms", "3000"]);
+    let load = Load::start(&service.address);
+    assert!(load.goes_on());
+    // A rank of so small a checkpoint may be ready before it is held.
+    for _ in 0..50 {
+        let before = service.ranks();
+        send(before[0], Signal::KILL);
+        // From its second thread on it shows life, whatever the first one does.
+        let held = loop {
+            match service.ranks().into_iter().find(|rank| !before.contains(rank)) {
+                Some(rank) if threads(rank) >= 2 => break rank,
+                _ => std::thread::yield_now(),
+            }
+        };
+        match ptrace::seize(held as i32) {
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                println!("other processes cannot be traced here (CAP_SYS_PTRACE): nothing is tested");
+                return;
+            }
+            seized => seized.and_then(|()| ptrace::interrupt(held as i32)).unwrap(),
+        }
+        let begun = Instant::now();
+        std::thread::sleep(Duration::from_millis(300));
+        if is_ready(&service.metrics) {
+            // Too late: it serves, and ends as a rank that does not complete its step or is killed.
+            send(held, Signal::KILL);
+            eventually(PATIENCE, "the held rank is gone", || {
+                ptrace::reap(held as i32);
+                !service.ranks().contains(&held)
+            });
+            assert!(load.goes_on());
+            continue;
+        }
+        eventually(limit + PATIENCE, "its generation ends, and the next one serves", || {
+            ptrace::reap(held as i32);
+            is_ready(&service.metrics)
+        });
+        println!("served again after {:?}", begun.elapsed());
+        assert!(begun.elapsed() >= limit - Duration::from_millis(500), "{:?}", begun.elapsed());
+        assert!(load.goes_on() && load.take_failed().is_empty(), "no call fails");
+        return;
+    }
+    panic!("no rank could be held");
+}
+
 #[test]
 fn a_loader_that_cannot_be_reaped_holds_up_no_call() {
     let mut service = Service::start("qwen3_moe", 2, &[]);

@@ -2,7 +2,8 @@
  *
  * Every function returns 0, or a negative EXPERTD_E... code, or the positive code of gRPC with which the service ended a call.
  * Where a function fails, a sentence is written to `error` (if it is not NULL): `error_bytes` bytes at most, with a final zero.
- * Threads may share a session. Every call is bounded in time. docs/sessions.md says how memory and rings are used. */
+ * Threads may share a session; a fork may not use it (EXPERTD_EINVALID). Every call is bounded in time. docs/sessions.md says how
+ * memory and rings are used. */
 #ifndef EXPERTD_H
 #define EXPERTD_H
 
@@ -13,7 +14,7 @@
 extern "C" {
 #endif
 
-/* A pointer is NULL or an argument does not fit. */
+/* A pointer is NULL, an argument does not fit, there is no such call, or a fork uses the session of its parent. */
 #define EXPERTD_EINVALID (-1)
 /* The session could not be opened. */
 #define EXPERTD_EOPEN (-2)
@@ -89,9 +90,14 @@ const uint8_t *expertd_session_model(const expertd_session *session, size_t *byt
 int expertd_session_submit(expertd_session *session, const expertd_call *call, uint64_t *call_number, char *error,
                            size_t error_bytes);
 
-/* Waits for the end of a call. After EXPERTD_ETIMEOUT it may be waited for again. `receipt` may be NULL. */
+/* Waits for the end of a call, which is told once: EXPERTD_EINVALID for a call that was waited for with another result than
+ * EXPERTD_ETIMEOUT, or never started. `receipt` may be NULL. */
 int expertd_session_wait(expertd_session *session, uint64_t call_number, uint32_t timeout_ms,
                          expertd_receipt *receipt, char *error, size_t error_bytes);
+
+/* Forgets a call that no thread waits for or will wait for. Its places must not be used again until the session is closed, because the
+ * service may still read and write them. */
+void expertd_session_forget(expertd_session *session, uint64_t call_number);
 
 /* CUDA sessions: rows lie in memory that the session allocates on the caller's GPU, and a call is work of a stream. The CUDA driver is
  * loaded at run time; without it, opening fails. */
@@ -131,8 +137,8 @@ uint64_t expertd_cuda_memory(const expertd_cuda_session *session, uint64_t *byte
 /* Elements of a row. */
 uint32_t expertd_cuda_hidden(const expertd_cuda_session *session);
 
-/* Describes `count` calls to the service. The number of the first is stored in `first`; the others follow. All or none are
- * prepared. */
+/* Describes `count` calls to the service. The number of the first is stored in `first`; the others follow. After a failure none can be
+ * enqueued; if `count` exceeds 1024, some of them may count towards the service's limit of 65536 calls. */
 int expertd_cuda_prepare(const expertd_cuda_session *session, const expertd_prepared_call *calls, size_t count,
                          uint32_t *first, char *error, size_t error_bytes);
 

@@ -88,6 +88,7 @@ unsafe fn fail(failure: &SessionError, error: *mut c_char, error_bytes: usize) -
         SessionError::TimedOut { .. } => ETIMEOUT,
         SessionError::Ended { .. } => EENDED,
         SessionError::Status { code, .. } => c_int::try_from(*code).unwrap_or(EINVALID),
+        SessionError::NoSuchCall { .. } | SessionError::OtherProcess { .. } => EINVALID,
         _ => EOPEN,
     }
 }
@@ -302,6 +303,18 @@ pub unsafe extern "C" fn expertd_session_wait(
         }
         // SAFETY: the caller's promise about `error`.
         Err(failure) => unsafe { fail(&failure, error, error_bytes) },
+    }
+}
+
+/// Forgets a call.
+///
+/// # Safety
+/// `session` is null or an open session.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn expertd_session_forget(session: *const Session, call_number: u64) {
+    // SAFETY: null or an open session (the caller's promise).
+    if let Some(session) = unsafe { session.as_ref() } {
+        session.forget_places(call_number);
     }
 }
 

@@ -35,6 +35,6 @@ pub mod wire;
 
 pub use client::{
     Answer, Buffer, Call, GivenRouting, PendingCall, Receipt, Session, SessionError, SessionOptions,
-    fetch_model,
+    check_weights, fetch_model,
 };
 pub use expertd_types::DType;

@@ -10,6 +10,7 @@ use super::attempt::{Attempt, attempt};
 use super::config::{FleetConfig, FleetError};
 use super::shared::{Shared, TicketGuard};
 use super::{Choice, Ended, State, watch};
+use crate::MAX_TIMEOUT;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, GetModelResponse};
 
 /// A client of several services. Clones share its connections; the last one to be dropped ends them.
@@ -94,7 +95,8 @@ impl FleetClient {
         timeout: Option<Duration>,
     ) -> Result<ForwardResponse, Status> {
         let start = Instant::now();
-        let give_up = start + timeout.unwrap_or(self.shared.config.patience);
+        let timeout = timeout.map(|timeout| timeout.min(MAX_TIMEOUT));
+        let give_up = start + timeout.unwrap_or(self.shared.config.patience.min(MAX_TIMEOUT));
         let mut last = None;
         loop {
             let mut events = self.shared.subscribe();

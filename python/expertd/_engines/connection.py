@@ -27,7 +27,7 @@ def connect(settings: Settings, guard: Callable[[Callable[[], None]], bool]) -> 
             return number, remote
     is_guarded = settings.session == "cuda" and guard(verify)
     on_graph_failure: GraphFailure = "raise" if is_guarded else "abort"
-    remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure)
+    remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
     if is_guarded:
         remote.end_with_session()
     _connections.append((settings, remote))

@@ -25,6 +25,7 @@ class Settings:
         check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
         any_version: accept versions of the engine that were not tried (`EXPERTD_VLLM_ANY_VERSION`, `EXPERTD_SGLANG_ANY_VERSION`, by default 0).
         session: None, "host" or "cuda": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
+        follow_weights: go on when the service moves to other weights (`EXPERTD_FOLLOW_WEIGHTS`, by default 0).
     """
 
     address: str
@@ -32,6 +33,7 @@ class Settings:
     check_weights: bool = True
     any_version: bool = False
     session: Session | None = None
+    follow_weights: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, engine: str = "vLLM") -> Settings | None:
@@ -50,6 +52,7 @@ class Settings:
             _flag(environment, "EXPERTD_CHECK_WEIGHTS", True),
             _flag(environment, f"EXPERTD_{engine.upper()}_ANY_VERSION", False),
             session,
+            _flag(environment, "EXPERTD_FOLLOW_WEIGHTS", False),
         )
 
 

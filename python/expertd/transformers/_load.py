@@ -47,6 +47,7 @@ def remote_experts(
     *,
     credentials: Credentials | None = None,
     check_weights: bool = True,
+    follow_weights: bool = False,
 ) -> Iterator[None]:
     """Models that `from_pretrained` loads inside this block have their experts at `address`.
 
@@ -62,6 +63,7 @@ def remote_experts(
         credentials: certificates and token, as of `expertd.Client`.
         check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.
+        follow_weights: go on when the service moves to other weights. By default calls raise `WeightVersionError` then.
 
     Raises:
         UnsupportedError: this version of transformers was not tested, or the model cannot work with remote experts.
@@ -73,7 +75,7 @@ def remote_experts(
         raise ValueError(f'mode is {mode!r}; expected "experts" or "block"')
     _refuse_other_versions()
     _install()
-    token = _wanted.set((Remote(address, credentials, session), mode, check_weights))
+    token = _wanted.set((Remote(address, credentials, session, follows=follow_weights), mode, check_weights))
     try:
         yield
     finally:
@@ -116,7 +118,7 @@ def _checked(original: Any) -> Any:
         output = original(model, *args, **kwargs)
         remote = getattr(model, "_expertd_remote", None)
         if remote is not None:
-            remote.client.synchronize()
+            remote.synchronize()
         return output
 
     return generate

@@ -3,14 +3,15 @@
 
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use expertd_client::session::{self, Session, SessionError, SessionOptions};
 use expertd_proto::v1::{self, GetModelResponse};
 use prost::Message as _;
 use tonic::Status;
 
+use super::time_left;
 use crate::errors::Failure;
 use crate::input::Input;
 use crate::request::Arguments;
@@ -43,58 +44,93 @@ impl Opened {
     }
 }
 
-/// The session that new calls use.
+/// The session that new calls use. One call at a time opens one, and the others wait for it no longer than their deadlines allow.
 #[derive(Debug)]
 pub(super) struct CurrentSession {
     /// The service's session socket.
     address: String,
-    current: Mutex<Option<Opened>>,
+    current: Mutex<Current>,
+    /// `is_opening` was cleared.
+    opened: Condvar,
     /// The service has refused a larger session.
     is_largest: AtomicBool,
 }
 
+#[derive(Debug, Default)]
+struct Current {
+    session: Option<Opened>,
+    /// A call opens a session, without the lock.
+    is_opening: bool,
+}
+
 impl CurrentSession {
     pub(super) fn new(address: String) -> CurrentSession {
-        CurrentSession { address, current: Mutex::new(None), is_largest: AtomicBool::new(false) }
+        let (current, opened) = (Mutex::default(), Condvar::new());
+        CurrentSession { address, current, opened, is_largest: AtomicBool::new(false) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Current> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens the session, if it is not open.
     pub(super) fn connect(&self) -> Result<(), Failure> {
-        self.with_room(0).map(drop).map_err(|error| open_failure(&self.address, error))
+        self.with_room(0, None).map(drop).map_err(|error| open_failure(&self.address, error))
     }
 
-    /// The open session with room for `needed` bytes; opens one if there is none.
-    pub(super) fn with_room(&self, needed: usize) -> Result<Opened, SessionError> {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(opened) = current.as_ref().filter(|opened| opened.rows_bytes >= needed) {
-            return Ok(opened.clone());
+    /// The open session with room for `needed` bytes; opens one if there is none, until `deadline` at most.
+    pub(super) fn with_room(&self, needed: usize, deadline: Option<Instant>) -> Result<Opened, SessionError> {
+        let mut current = self.lock();
+        loop {
+            if let Some(opened) = current.session.as_ref().filter(|opened| opened.rows_bytes >= needed) {
+                return Ok(opened.clone());
+            }
+            let left = time_left(deadline, OPEN_TIMEOUT);
+            if left.is_zero() {
+                return Err(SessionError::TimedOut { waited: left });
+            }
+            if !current.is_opening {
+                current.is_opening = true;
+                drop(current);
+                let opened = self.open(needed, left);
+                current = self.lock();
+                current.is_opening = false;
+                if let Ok(opened) = &opened {
+                    // Calls in flight keep a smaller session until their end.
+                    current.session = Some(opened.clone());
+                }
+                self.opened.notify_all();
+                return opened;
+            }
+            current = self.opened.wait_timeout(current, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    fn open(&self, needed: usize, timeout: Duration) -> Result<Opened, SessionError> {
         let rows_bytes = needed.max(ROWS_BYTES).checked_next_power_of_two().unwrap_or(needed);
-        let options = SessionOptions { rows_bytes, timeout: OPEN_TIMEOUT, ..SessionOptions::default() };
+        let options = SessionOptions { rows_bytes, timeout, ..SessionOptions::default() };
         let session = Session::open(&self.address, &options)?;
         let model = Arc::new(decode(session.model())?);
-        let opened = Opened { session: Arc::new(session), rows_bytes, model };
-        // Calls in flight keep a smaller session until their end.
-        *current = Some(opened.clone());
-        Ok(opened)
+        Ok(Opened { session: Arc::new(session), rows_bytes, model })
     }
 
     /// Opens a session with twice the row area, if that is within limits.
-    pub(super) fn enlarged(&self, opened: &Opened) -> Option<Opened> {
+    pub(super) fn enlarged(&self, opened: &Opened, deadline: Option<Instant>) -> Option<Opened> {
         let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
         if self.is_largest.load(Ordering::Relaxed) {
             return None;
         }
-        let larger = self.with_room(doubled);
-        self.is_largest.store(larger.is_err(), Ordering::Relaxed);
+        let larger = self.with_room(doubled, deadline);
+        let is_refused = matches!(larger, Err(SessionError::Refused { .. }));
+        self.is_largest.store(is_refused, Ordering::Relaxed);
         larger.ok()
     }
 
     /// Removes a session that has ended, so that the next call opens another one.
     pub(super) fn forget(&self, ended: &Arc<Session>) {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if current.as_ref().is_some_and(|opened| Arc::ptr_eq(&opened.session, ended)) {
-            *current = None;
+        let mut current = self.lock();
+        if current.session.as_ref().is_some_and(|opened| Arc::ptr_eq(&opened.session, ended)) {
+            current.session = None;
         }
     }
 

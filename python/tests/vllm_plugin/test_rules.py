@@ -36,9 +36,10 @@ def test_settings_come_from_the_environment():
         "EXPERTD_CLIENT_TOKEN_FILE": "token",
         "EXPERTD_CHECK_WEIGHTS": "0",
         "EXPERTD_VLLM_ANY_VERSION": "1",
+        "EXPERTD_FOLLOW_WEIGHTS": "1",
     }
     found = Settings.from_environment(given)
-    assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True)
+    assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True, follow_weights=True)
     assert Settings.from_environment(given, engine="SGLang").any_version is False
     given = {**given, "EXPERTD_VLLM_ANY_VERSION": "0", "EXPERTD_SGLANG_ANY_VERSION": "1"}
     assert Settings.from_environment(given, engine="SGLang").any_version is True

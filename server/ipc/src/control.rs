@@ -80,6 +80,8 @@ pub struct LoaderSetup {
 pub enum FromLoader {
     /// Progress of loading, sent at every interval even if there is none.
     Loading {
+        /// Bytes of the checkpoint that were compared with its fingerprint so far, where that reads every byte.
+        checked_bytes: u64,
         /// Bytes of the checkpoint packed so far.
         loaded_bytes: u64,
         /// Bytes to pack.

@@ -121,15 +121,20 @@ impl Checkpoint {
     /// The fingerprint of the contents. `server/model/src/fingerprint.rs` states what it covers.
     #[must_use]
     pub fn fingerprint(&self, coverage: Coverage) -> WeightFingerprint {
-        fingerprint(&self.description, &self.store, coverage)
+        fingerprint(&self.description, &self.store, coverage, &|_| ())
     }
 
-    /// Checks that the contents have a fingerprint.
+    /// Checks that the contents have a fingerprint. If it covers every byte, `digested` is told numbers of bytes as they are
+    /// digested, from any thread.
     ///
     /// # Errors
     /// [`ModelError::OtherWeights`] if they have another one.
-    pub fn expect(&self, expected: &WeightFingerprint) -> Result<(), ModelError> {
-        let found = self.fingerprint(expected.coverage);
+    pub fn expect(
+        &self,
+        expected: &WeightFingerprint,
+        digested: &(dyn Fn(usize) + Sync),
+    ) -> Result<(), ModelError> {
+        let found = fingerprint(&self.description, &self.store, expected.coverage, digested);
         if found == *expected {
             return Ok(());
         }

@@ -23,7 +23,13 @@ const SAMPLE_BYTES: usize = 64;
 /// Number of bytes that are digested at a time.
 const CHUNK: usize = 16 << 20;
 
-pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage) -> WeightFingerprint {
+/// `digested` is told numbers of bytes as they are digested.
+pub(super) fn fingerprint(
+    description: &[u8],
+    store: &Store,
+    coverage: Coverage,
+    digested: &(dyn Fn(usize) + Sync),
+) -> WeightFingerprint {
     let mut tensors: Vec<_> = store.tensors().collect();
     tensors.sort_unstable_by_key(|(info, _)| &info.name);
     let mut context = Context::new(&SHA256);
@@ -36,7 +42,12 @@ pub(super) fn fingerprint(description: &[u8], store: &Store, coverage: Coverage)
     match coverage {
         Coverage::Whole => {
             let chunks: Vec<&[u8]> = tensors.iter().flat_map(|(_, bytes)| bytes.chunks(CHUNK)).collect();
-            let digests: Vec<Digest> = chunks.into_par_iter().map(|chunk| digest(&SHA256, chunk)).collect();
+            let digest = |chunk: &[u8]| {
+                let digest = digest(&SHA256, chunk);
+                digested(chunk.len());
+                digest
+            };
+            let digests: Vec<Digest> = chunks.into_par_iter().map(digest).collect();
             digests.iter().for_each(|digest| context.update(digest.as_ref()));
         }
         Coverage::Sampled => {

@@ -148,7 +148,7 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
         .num_threads(setup.threads)
         .thread_name(|i| format!("pack-{i}"))
         .build()?;
-    let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint))?;
+    let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint, progress))?;
     let spec = checkpoint.spec();
     let placement = setup.checkpoint.placement.clone();
     let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, placement.clone());

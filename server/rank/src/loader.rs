@@ -49,6 +49,7 @@ impl<E: std::error::Error> From<E> for PackFailure {
 /// How far a loader is.
 #[derive(Debug, Default)]
 pub struct Progress {
+    checked_bytes: AtomicU64,
     loaded_bytes: AtomicU64,
     total_bytes: AtomicU64,
 }
@@ -60,8 +61,14 @@ impl Progress {
         self.loaded_bytes.store(loaded_bytes, Ordering::Relaxed);
     }
 
+    /// Adds bytes of the checkpoint that were compared with its fingerprint.
+    pub fn checked(&self, bytes: u64) {
+        self.checked_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     fn message(&self) -> FromLoader {
         FromLoader::Loading {
+            checked_bytes: self.checked_bytes.load(Ordering::Relaxed),
             loaded_bytes: self.loaded_bytes.load(Ordering::Relaxed),
             total_bytes: self.total_bytes.load(Ordering::Relaxed),
         }

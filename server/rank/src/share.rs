@@ -10,6 +10,8 @@ use expertd_model::{
 };
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 
+use crate::Progress;
+
 /// One rank's share of the experts.
 #[derive(Clone, Debug)]
 pub struct ExpertShare {
@@ -55,13 +57,13 @@ impl ExpertShare {
     }
 }
 
-/// Opens a checkpoint and proves that it holds the expected weights.
+/// Opens a checkpoint and proves that it holds the expected weights. Where that reads every byte, `progress` counts them.
 ///
 /// # Errors
 /// If it cannot be read, or holds other weights.
-pub fn open_checkpoint(source: &CheckpointSource) -> Result<Checkpoint, ModelError> {
+pub fn open_checkpoint(source: &CheckpointSource, progress: &Progress) -> Result<Checkpoint, ModelError> {
     let checkpoint = Checkpoint::open_layers(&source.folder, LayerChoice::Range(source.layers))?;
-    checkpoint.expect(&source.fingerprint)?;
+    checkpoint.expect(&source.fingerprint, &|bytes| progress.checked(bytes as u64))?;
     Ok(checkpoint)
 }
 

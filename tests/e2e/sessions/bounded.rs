@@ -5,8 +5,8 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::ptr::null_mut;
 
 use expertd_c::{
-    ExpertdCall, expertd_session_close, expertd_session_hidden, expertd_session_open, expertd_session_rows,
-    expertd_session_submit, expertd_session_wait,
+    ExpertdCall, expertd_session_close, expertd_session_forget, expertd_session_hidden, expertd_session_open,
+    expertd_session_rows, expertd_session_submit, expertd_session_wait,
 };
 use expertd_session::Session;
 use rustix::process::Signal;
@@ -15,6 +15,7 @@ use super::{FAMILY, Host, LOST, runtime};
 use crate::service::load::Rows;
 use crate::service::{eventually, golden, send};
 
+const EINVALID: c_int = -1;
 const EOPEN: c_int = -2;
 const EBUSY: c_int = -3;
 const ETIMEOUT: c_int = -4;
@@ -75,8 +76,13 @@ fn every_call_of_the_c_abi_ends_beside_a_stopped_service() {
     let runtime = runtime();
     let mut host = Host::start(FAMILY, 2, &[]);
     let session = open(&host.address, 60_000).unwrap();
+    let (_, forgotten) = submit(session, 12);
+    // SAFETY: an open session.
+    unsafe { expertd_session_forget(session, forgotten) };
+    assert_eq!(wait(session, forgotten, 60_000).0, EINVALID);
     let (code, first) = submit(session, 0);
     assert_eq!((code, wait(session, first, 60_000).0), (0, 0));
+    assert_eq!(wait(session, first, 60_000).0, EINVALID, "its end was taken");
 
     send(host.service.pid(), Signal::STOP);
     let calls: Vec<u64> =
@@ -84,7 +90,7 @@ fn every_call_of_the_c_abi_ends_beside_a_stopped_service() {
     assert_eq!(submit(session, 9).0, EBUSY);
     let (code, text) = wait(session, calls[0], 200);
     assert!(code == ETIMEOUT && text.contains("no completion within 200ms"), "{code}: {text}");
-    assert_eq!(wait(session, 12_345, 10).0, ETIMEOUT, "a call that does not exist");
+    assert_eq!(wait(session, 12_345, 60_000).0, EINVALID, "a call that does not exist");
     // SAFETY: an open session.
     assert!(unsafe { expertd_session_hidden(session) } > 0);
     // SAFETY: an open session; the size is not asked for.

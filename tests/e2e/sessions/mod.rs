@@ -301,8 +301,23 @@ fn calls_that_are_invalid_fail_alone() {
         3,
         "names expert 99999",
     );
+    fails(&|request| request.model = "another".to_owned(), 5, "another");
+    let does_not_fit = |change: &dyn Fn(&mut expertd_proto::v1::ForwardRequest), wanted: &str| {
+        let (mut request, _) = Rows::new(&golden(FAMILY), 7, 4).draw();
+        change(&mut request);
+        match session.forward(&request, LOST).unwrap_err() {
+            SessionError::BufferSize { what, .. } => assert_eq!(what, wanted),
+            other => panic!("{other}"),
+        }
+    };
+    does_not_fit(&|request| request.tokens -= 1, "rows");
+    does_not_fit(&|request| request.payload = None, "rows");
+    does_not_fit(&|request| request.token_ids = vec![0; 4 * request.tokens as usize + 4].into(), "token_ids");
+    let two = || expertd_proto::v1::Routing { k: 2, ..given(0) };
+    does_not_fit(&|request| request.routing = Some(two()), "routing.topk_ids");
     let (request, wanted) = rows.draw();
     check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+    session.forward(&request, Duration::MAX).unwrap();
 }
 
 /// Libraries of the workspace are beside the test binaries.

@@ -12,6 +12,7 @@ use expertd_shm::WaitPolicy;
 use expertd_shm::ring::{RingConsumer, RingError, RingProducer};
 use expertd_shm::wait::Doorbell;
 
+use super::link::OwnProcess;
 use super::{Buffer, SessionError};
 use crate::wire::{CompletionRecord, RequestRecord};
 
@@ -47,9 +48,10 @@ struct Calls {
     is_closed: bool,
 }
 
-/// State that the threads of a client share.
+/// State that the threads of a client share. Only the process that opened the session uses it.
 #[derive(Debug)]
 pub(super) struct CallTable {
+    process: OwnProcess,
     calls: Mutex<Calls>,
     changed: Condvar,
     service_bell: Doorbell,
@@ -77,6 +79,7 @@ impl CallTable {
             is_closed: false,
         };
         CallTable {
+            process: OwnProcess::current(),
             calls: Mutex::new(calls),
             changed: Condvar::new(),
             service_bell: bells.0,
@@ -121,6 +124,7 @@ impl CallTable {
         mut record: RequestRecord,
         buffers: Option<CallBuffers>,
     ) -> Result<u64, SessionError> {
+        self.process.check()?;
         if let Some(ended) = self.ended() {
             return Err(ended);
         }
@@ -169,12 +173,13 @@ impl CallTable {
     }
 
     /// Waits until the call is complete or `timeout` has passed. It stays in flight then, until it is waited for again or
-    /// abandoned.
+    /// abandoned. The end of a call is taken once.
     pub(super) fn wait(
         &self,
         call: u64,
         timeout: Duration,
     ) -> Result<(Option<CallBuffers>, CompletionRecord), SessionError> {
+        self.process.check()?;
         let policy = WaitPolicy::within(self.spin, timeout);
         let mut calls = self.lock();
         loop {
@@ -183,6 +188,10 @@ impl CallTable {
                 // Another thread may have to take over the ring.
                 self.changed.notify_all();
                 return Ok(done);
+            }
+            if calls.entries.get(&call).is_none_or(|entry| entry.is_abandoned) {
+                self.changed.notify_all();
+                return Err(SessionError::NoSuchCall { call });
             }
             if let Some(ended) = self.ended() {
                 return Err(ended);
@@ -218,9 +227,17 @@ impl CallTable {
         }
     }
 
+    /// Whether no call is kept.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.lock().entries.is_empty()
+    }
+
     /// Forgets a call whose caller no longer waits; its buffers return at its completion.
     pub(super) fn abandon(&self, call: u64) {
-        self.lock().abandon(call);
+        if self.process.is_current() {
+            self.lock().abandon(call);
+        }
     }
 }
 

@@ -8,6 +8,9 @@ use expertd_shm::ring::RingError;
 
 use crate::wire::CompletionRecord;
 
+/// Code of gRPC.
+const FAILED_PRECONDITION: u32 = 9;
+
 impl SessionError {
     /// The error of a call that failed.
     #[must_use]
@@ -22,6 +25,23 @@ impl SessionError {
             fields,
         }
     }
+}
+
+/// Compares the fingerprint of the weights that a caller expects, if any, with that of the weights that computed an answer.
+///
+/// # Errors
+/// FAILED_PRECONDITION with both.
+pub fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
+    if expected.is_empty() || expected == found {
+        return Ok(());
+    }
+    Err(SessionError::Status {
+        code: FAILED_PRECONDITION,
+        message: format!("weights with fingerprint {expected} are expected, {found} are loaded"),
+        retry_after: None,
+        reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
+        fields: Vec::new(),
+    })
 }
 
 /// Why a session cannot be opened or a call has no answer.
@@ -66,15 +86,37 @@ pub enum SessionError {
         /// The largest free range.
         largest: usize,
     },
-    /// A buffer is too small for the call.
+    /// A part of a call has another size than the call needs.
     #[error("{what} has {found} bytes, but the call needs {needed}")]
     BufferSize {
         /// `rows`, `output` or another part of the call.
         what: &'static str,
-        /// Bytes of the buffer.
+        /// Its bytes.
         found: usize,
         /// Bytes that are needed.
         needed: usize,
+    },
+    /// A buffer belongs to another session, whose memory this one does not use.
+    #[error("{what} is a buffer of another session; take buffers from the session that makes the call")]
+    ForeignBuffer {
+        /// `rows` or `output`.
+        what: &'static str,
+    },
+    /// A fork uses the session of its parent.
+    #[error(
+        "the session was opened in process {opened} and is used in process {found}; open a session in each process"
+    )]
+    OtherProcess {
+        /// The process that opened the session.
+        opened: u32,
+        /// The process that uses it.
+        found: u32,
+    },
+    /// No call has this number: it was never started, or its end was taken or forgotten.
+    #[error("the session has no call {call} to wait for; its end was taken before, or it was never started")]
+    NoSuchCall {
+        /// The number.
+        call: u64,
     },
     /// As many calls as the session allows are in flight.
     #[error("{calls} calls of this session are in flight, and no more are allowed; wait for one of them")]

@@ -3,23 +3,53 @@
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
+use super::SessionError;
+
+/// The process that opened a session. A fork has the session's memory but neither its threads nor its own copy of the rings' counters: a
+/// call from there would take a number and places of the parent's calls.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnProcess(u32);
+
+impl OwnProcess {
+    pub(crate) fn current() -> Self {
+        OwnProcess(std::process::id())
+    }
+
+    pub(crate) fn is_current(self) -> bool {
+        self.0 == std::process::id()
+    }
+
+    /// # Errors
+    /// [`SessionError::OtherProcess`] in a fork.
+    pub(crate) fn check(self) -> Result<(), SessionError> {
+        let (opened, found) = (self.0, std::process::id());
+        if opened == found { Ok(()) } else { Err(SessionError::OtherProcess { opened, found }) }
+    }
+}
+
 /// The socket, which the session and its buffers hold. The service frees the session's memory when it is closed, so that a buffer
 /// keeps its bytes after the end of the session.
 #[derive(Debug)]
 pub(crate) struct Link {
     socket: UnixStream,
     /// The process that opened the session. A fork has no right to end it.
-    process: u32,
+    process: OwnProcess,
 }
 
 impl Link {
     pub(crate) fn new(socket: UnixStream) -> Self {
-        Link { socket, process: std::process::id() }
+        Link { socket, process: OwnProcess::current() }
     }
 
     /// Whether this process opened the session.
     pub(crate) fn is_own(&self) -> bool {
-        self.process == std::process::id()
+        self.process.is_current()
+    }
+
+    /// # Errors
+    /// [`SessionError::OtherProcess`] in a fork.
+    pub(crate) fn check_process(&self) -> Result<(), SessionError> {
+        self.process.check()
     }
 
     /// The socket.
@@ -70,7 +100,7 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
         let link = Link::new(ours.try_clone().unwrap());
-        let inherited = Link { socket: ours, process: link.process + 1 };
+        let inherited = Link { socket: ours, process: OwnProcess(link.process.0 + 1) };
         inherited.end_session();
         inherited.close();
         drop(inherited);

@@ -21,7 +21,7 @@ use self::arena::Arena;
 pub use self::arena::Buffer;
 pub use self::call::{Call, GivenRouting, Receipt};
 use self::calls::{CallBuffers, CallTable};
-pub use self::error::SessionError;
+pub use self::error::{SessionError, check_weights};
 pub(crate) use self::link::Link;
 pub(crate) use self::opening::Opening;
 use crate::socket;
@@ -81,10 +81,10 @@ impl PendingCall {
     }
 
     /// Waits for the answer like [`wait`](Self::wait); `None` if there is none within `timeout`. The call stays in flight
-    /// then and can be waited for again. After an answer or an error it must not be.
+    /// then and can be waited for again.
     ///
     /// # Errors
-    /// The call's status, or [`SessionError::Ended`].
+    /// The call's status, [`SessionError::Ended`], or [`SessionError::NoSuchCall`] after an answer or a status.
     pub fn try_wait(&mut self, timeout: Duration) -> Result<Option<Answer>, SessionError> {
         match self.wait_once(timeout) {
             Ok(answer) => Ok(Some(answer)),
@@ -117,7 +117,8 @@ impl Drop for PendingCall {
     }
 }
 
-/// An open session. Threads may share it; dropping it ends it. Buffers and answers keep their bytes afterwards.
+/// An open session. Threads may share it; dropping it ends it. Buffers and answers keep their bytes afterwards. It belongs to the
+/// process that opened it: in a fork every call of its methods that reaches the service fails with [`SessionError::OtherProcess`].
 #[derive(Debug)]
 pub struct Session {
     table: Arc<CallTable>,
@@ -236,6 +237,7 @@ impl Session {
     /// # Errors
     /// [`SessionError::NoRoom`].
     pub fn buffer(&self, bytes: usize) -> Result<Buffer, SessionError> {
+        self.link.check_process()?;
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(range) = arena.take(bytes) else {
             return Err(SessionError::NoRoom { bytes, largest: arena.largest() });
@@ -246,20 +248,28 @@ impl Session {
     }
 
     /// Starts a call of `rows` (`[tokens, hidden]` in the call's dtype), whose answer is written to `output`, of the same
-    /// size.
+    /// size. Longer buffers are allowed; the call leaves what is behind its rows as it is.
     ///
     /// # Errors
-    /// If a buffer is too small, the session has no room for routing, too many calls are in flight, or it has ended. The
-    /// buffers are dropped then.
+    /// If a buffer is too small or of another session, ids, weights or token ids are too many or too few, the session has no room
+    /// for them, too many calls are in flight, or it has ended. The buffers are dropped then.
     pub fn submit(&self, call: &Call<'_>, rows: Buffer, output: Buffer) -> Result<PendingCall, SessionError> {
         let needed = call.tokens.saturating_mul(self.hidden()).saturating_mul(call.dtype.size());
-        for (what, found) in [("rows", rows.len()), ("output", output.len())] {
-            expect_bytes(what, found, needed)?;
+        for (what, buffer) in [("rows", &rows), ("output", &output)] {
+            if !Arc::ptr_eq(&buffer.arena, &self.arena) {
+                return Err(SessionError::ForeignBuffer { what });
+            }
+            let found = buffer.len();
+            if found < needed {
+                return Err(SessionError::BufferSize { what, found, needed });
+            }
         }
         let mut record = RequestRecord {
             rows: rows.offset() as u64,
             output: output.offset() as u64,
-            timeout_us: call.timeout.map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(0).max(1)),
+            timeout_us: call
+                .timeout
+                .map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1)),
             layer: call.layer,
             tokens: u32::try_from(call.tokens).unwrap_or(u32::MAX),
             dtype: call.dtype as u32,
@@ -282,8 +292,8 @@ impl Session {
                 expect_bytes("routing.ids", size_of_val(given.ids), bytes)?;
                 expect_bytes("routing.weights", size_of_val(given.weights), bytes)?;
                 let to = buffer.as_mut_slice();
-                to[..bytes].copy_from_slice(&bytemuck::cast_slice(given.ids)[..bytes]);
-                to[weights_at..].copy_from_slice(&bytemuck::cast_slice(given.weights)[..bytes]);
+                to[..bytes].copy_from_slice(bytemuck::cast_slice(given.ids));
+                to[weights_at..].copy_from_slice(bytemuck::cast_slice(given.weights));
                 record.flags |= RequestRecord::GIVEN_ROUTING;
             }
             if call.return_routing.is_some() {
@@ -334,14 +344,21 @@ impl Session {
     /// Waits for a call of [`submit_places`](Self::submit_places), at most for `timeout`; its completion, whatever the code.
     ///
     /// # Errors
-    /// [`SessionError::TimedOut`], after which the call can be waited for again, or [`SessionError::Ended`].
+    /// [`SessionError::TimedOut`], after which the call can be waited for again, [`SessionError::NoSuchCall`], or
+    /// [`SessionError::Ended`].
     pub fn wait_places(&self, call: u64, timeout: Duration) -> Result<CompletionRecord, SessionError> {
         self.table.wait(call, timeout).map(|(_, record)| record)
+    }
+
+    /// Forgets a call of [`submit_places`](Self::submit_places), which no thread may wait for any more. Its places stay the service's
+    /// until the session is dropped.
+    pub fn forget_places(&self, call: u64) {
+        self.table.abandon(call);
     }
 }
 
 fn expect_bytes(what: &'static str, found: usize, needed: usize) -> Result<(), SessionError> {
-    if found < needed { Err(SessionError::BufferSize { what, found, needed }) } else { Ok(()) }
+    if found != needed { Err(SessionError::BufferSize { what, found, needed }) } else { Ok(()) }
 }
 
 /// Reads the socket until the session ends; returns why.

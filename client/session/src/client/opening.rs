@@ -14,6 +14,9 @@ use super::SessionError;
 use crate::socket::{self, receive_region};
 use crate::wire::{MAX_SERVICE_FRAME, frame};
 
+/// Longest time that opening may take; longer ones exceed the range of clocks.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// A connection to the session socket.
 #[derive(Debug)]
 pub(crate) struct Opening<'a> {
@@ -31,6 +34,7 @@ impl<'a> Opening<'a> {
     pub(crate) fn connect(address: &'a str, timeout: Duration) -> Result<Self, SessionError> {
         let path = address.strip_prefix("unix:").ok_or_else(|| SessionError::Address(address.to_owned()))?;
         let path = path.strip_prefix("//").unwrap_or(path);
+        let timeout = timeout.min(LONGEST);
         let deadline = Instant::now() + timeout;
         let failed = |source| error_of(address, timeout, source);
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);

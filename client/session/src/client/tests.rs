@@ -104,6 +104,111 @@ fn a_call_can_be_waited_for_again() {
 }
 
 #[test]
+fn buffers_of_another_session_are_refused() {
+    let (own, memory, mut rings, _socket) = opened(2);
+    let (other, ..) = opened(2);
+    let call = Call::new(0, 1, DType::F32);
+    let error = own.submit(&call, other.buffer(32).unwrap(), own.buffer(32).unwrap()).unwrap_err();
+    assert!(matches!(error, SessionError::ForeignBuffer { what: "rows" }), "{error}");
+    let error = own.submit(&call, own.buffer(32).unwrap(), other.buffer(32).unwrap()).unwrap_err();
+    assert!(matches!(error, SessionError::ForeignBuffer { what: "output" }), "{error}");
+    let pending = own.submit(&call, own.buffer(32).unwrap(), own.buffer(32).unwrap()).unwrap();
+    serve(&memory, &mut rings, 1);
+    pending.wait(SECOND).unwrap();
+}
+
+/// The child only fails: it starts no call, takes no completion, and does not end the session of its parent.
+#[test]
+#[allow(unsafe_code, reason = "forks")]
+fn a_fork_cannot_use_the_session() {
+    let (session, memory, mut rings, _socket) = opened(4);
+    let submit = || {
+        let (rows, output) = (session.buffer(32)?, session.buffer(32)?);
+        session.submit(&Call::new(0, 1, DType::F32), rows, output)
+    };
+    let mut pending = submit().unwrap();
+    let buffers = (session.buffer(32).unwrap(), session.buffer(32).unwrap());
+    serve(&memory, &mut rings, 1);
+    // SAFETY: the child takes no lock, and ends without running anything of its parent's.
+    match unsafe { libc::fork() } {
+        0 => {
+            let is_refused =
+                |error: Option<SessionError>| matches!(error, Some(SessionError::OtherProcess { .. }));
+            let call = Call::new(0, 1, DType::F32);
+            let refusals = [
+                session.buffer(32).err(),
+                session.submit(&call, buffers.0, buffers.1).err(),
+                pending.try_wait(SECOND).err(),
+                session.wait_places(1, SECOND).err(),
+            ];
+            drop(pending);
+            let failed = refusals.into_iter().position(|error| !is_refused(error));
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(failed.map_or(0, |at| at as i32 + 1)) }
+        }
+        child => {
+            let mut status = -1;
+            // SAFETY: the argument is valid for writes.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert_eq!(libc::WEXITSTATUS(status), 0, "the refusal that is missing");
+        }
+    }
+    assert!(pending.try_wait(SECOND).unwrap().is_some());
+    let pending = submit().unwrap();
+    serve(&memory, &mut rings, 1);
+    assert_eq!(pending.wait(SECOND).unwrap().receipt.generation, 3);
+}
+
+#[test]
+#[allow(unsafe_code, reason = "chooses places")]
+fn a_wait_for_no_call_is_an_error_at_once() {
+    let (session, memory, mut rings, _socket) = opened(2);
+    let submit = || {
+        let record = RequestRecord { output: 64, tokens: 1, ..RequestRecord::zeroed() };
+        // SAFETY: the session has no buffers.
+        unsafe { session.submit_places(record) }.unwrap()
+    };
+    let is_missing = |call| matches!(session.wait_places(call, SECOND), Err(SessionError::NoSuchCall { .. }));
+    assert!(is_missing(1));
+    let (answered, forgotten) = (submit(), submit());
+    session.forget_places(forgotten);
+    assert!(is_missing(forgotten));
+    serve(&memory, &mut rings, 2);
+    assert_eq!(session.wait_places(answered, SECOND).unwrap().call, answered);
+    assert!(is_missing(answered) && is_missing(forgotten));
+    assert!(session.table.is_empty());
+}
+
+#[test]
+fn lengths_that_do_not_fit_and_long_timeouts() {
+    let (session, memory, mut rings, _socket) = opened(2);
+    let submit =
+        |call: &Call<'_>| session.submit(call, session.buffer(128).unwrap(), session.buffer(128).unwrap());
+    let (ids, weights) = ([0; 3], [1.0; 3]);
+    let given = |ids, weights| Call {
+        routing: Some(GivenRouting { k: 1, ids, weights }),
+        ..Call::new(0, 2, DType::F32)
+    };
+    for (ids, weights, what) in
+        [(&ids[..], &weights[..2], "routing.ids"), (&ids[..2], &weights[..], "routing.weights")]
+    {
+        let error = submit(&given(ids, weights)).unwrap_err().to_string();
+        assert!(error.contains(&format!("{what} has 12 bytes, but the call needs 8")), "{error}");
+    }
+    let error = submit(&Call { token_ids: Some(&ids), ..Call::new(0, 2, DType::F32) }).unwrap_err();
+    assert!(error.to_string().contains("token_ids has 12 bytes"), "{error}");
+    let pending = submit(&Call { timeout: Some(Duration::MAX), ..Call::new(0, 2, DType::F32) }).unwrap();
+    let record = rings.requests.try_pop().unwrap().unwrap();
+    assert_eq!(record.timeout_us, u64::MAX);
+    let done = CompletionRecord { call: record.call, ..CompletionRecord::zeroed() };
+    assert!(rings.completions.try_push(&done).unwrap());
+    memory.client_bell().ring();
+    pending.wait(Duration::MAX).unwrap();
+    let options = SessionOptions { timeout: Duration::MAX, ..SessionOptions::default() };
+    assert!(matches!(Session::open("unix:/nonexistent", &options), Err(SessionError::Socket { .. })));
+}
+
+#[test]
 fn the_model_is_there_without_a_session() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");

@@ -8,6 +8,7 @@
 //! store to both, which clears the completion word; since a stream runs in order, the ring also says that it has seen the completion word of
 //! its last call.
 
+use std::mem::offset_of;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
@@ -27,8 +28,22 @@ const RING: usize = 1;
 const NUMBER: usize = 1;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
+/// Index of the last call's weight version among them.
+const LAST_VERSION: usize =
+    (offset_of!(StatusRecord, last) + offset_of!(CompletionRecord, weight_version)) / 8;
 /// How often a status is read again while the service changes it.
 const STATUS_READS: usize = 1000;
+
+/// How the calls of a doorbell ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counts {
+    /// Number of calls that ended.
+    pub calls: u64,
+    /// Number of those that failed.
+    pub failures: u64,
+    /// Version of the weights that computed the last call; 0 if it failed.
+    pub weight_version: u64,
+}
 
 /// The control region of one session.
 #[derive(Debug)]
@@ -312,15 +327,16 @@ impl ControlMemory {
         None
     }
 
-    /// Number of a doorbell's calls that ended, and of those that failed; `None` while the service changes them.
+    /// How a doorbell's calls ended, in short; `None` while the service changes it.
     #[must_use]
-    pub fn counts(&self, doorbell: u32) -> Option<(u64, u64)> {
+    pub fn counts(&self, doorbell: u32) -> Option<Counts> {
         let words = self.status_words(doorbell);
         let before = words[0].load(Ordering::Acquire);
-        let (calls, failures) = (words[1].load(Ordering::Relaxed), words[2].load(Ordering::Relaxed));
+        let load = |word: usize| words[word].load(Ordering::Relaxed);
+        let counts = Counts { calls: load(1), failures: load(2), weight_version: load(LAST_VERSION) };
         fence(Ordering::Acquire);
         let is_stable = before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before;
-        is_stable.then_some((calls, failures))
+        is_stable.then_some(counts)
     }
 
     /// Number of a doorbell's calls that failed. It counts a call before the call's completion word is raised.

@@ -10,6 +10,7 @@ use cudarc::driver::sys::{self, CUdeviceptr, CUevent, CUstream, CUstreamCaptureS
 use expertd_types::DType;
 
 use super::client::{CudaSession, DoorbellStatus, FailureHandler, Prepared};
+use super::control::Counts;
 use super::copies::{Copies, Integers, Put, Take, Weights};
 use super::driver::check;
 use super::wire::RoutingLayout;
@@ -251,7 +252,21 @@ impl Lane {
     /// # Errors
     /// As [`CudaSession::status`].
     pub fn has_failed(&self, known: u64) -> Result<bool, SessionError> {
-        self.session.has_failed(self.doorbell, known)
+        Ok(self.session.counts(self.doorbell)?.failures > known)
+    }
+
+    /// How the calls ended, in short. Waits as [`has_failed`](Self::has_failed) does.
+    ///
+    /// # Errors
+    /// As [`CudaSession::status`].
+    pub fn counts(&self) -> Result<Counts, SessionError> {
+        self.session.counts(self.doorbell)
+    }
+
+    /// As [`failures`](Self::failures), also once the session has ended: the service fails calls before it ends a session.
+    #[must_use]
+    pub fn failed(&self) -> u64 {
+        self.session.failed(self.doorbell)
     }
 
     /// Number of calls of this lane that failed, as [`CudaSession::failures`] says.

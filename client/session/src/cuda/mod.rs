@@ -24,6 +24,8 @@ mod lane;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
+mod pin;
+#[cfg(feature = "cuda")]
 mod stream;
 
 #[cfg(feature = "cuda")]
@@ -36,5 +38,7 @@ pub use self::driver::{Gpu, driver_present};
 pub use self::lane::{CallArrays, IntegerArray, Lane, RoutingArrays};
 #[cfg(feature = "cuda")]
 pub use self::memory::{DeviceMemory, ImportedMemory};
+#[cfg(feature = "cuda")]
+pub use self::pin::WeightPin;
 #[cfg(feature = "cuda")]
 pub use self::stream::{SessionGraph, SessionStream};

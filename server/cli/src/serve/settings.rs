@@ -266,6 +266,8 @@ settings! {
     cores: String = None, env "EXPERTD_CORES", in "Ranks and devices";
     /// A rank without a heartbeat for this long ends the generation, in milliseconds [default: 1000]
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS", in "Timeouts and faults";
+    /// A generation whose ranks are not ready this long after their start ends, in milliseconds [default: 300000]
+    forming_timeout_ms: u64 = Some(300_000), env "EXPERTD_FORMING_TIMEOUT_MS", in "Timeouts and faults";
     /// A step that takes longer than this ends the generation, in milliseconds [default: 60000]
     step_timeout_ms: u64 = Some(60_000), env "EXPERTD_STEP_TIMEOUT_MS", in "Timeouts and faults";
     /// A GPU that waits longer than this for other GPUs within a step ends the generation, in milliseconds [default: 2000, or 30000 with
@@ -368,7 +370,7 @@ mod tests {
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
+             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }

@@ -35,4 +35,4 @@ pub(crate) use packed::K_BLOCK;
 pub(crate) use panel::multiply;
 pub(crate) use parallel::{DisjointSlice, WorkQueue, run_parallel};
 pub(crate) use quantise::quantise_row;
-pub(crate) use tiles::{RowTile, Tiling, pack_row, padded};
+pub(crate) use tiles::{RowTile, Tiling, pack_row, pack_zeros, padded};

@@ -64,6 +64,12 @@ pub(crate) fn pack_row(tile: &mut [f32], rows: usize, r: usize, row: &[f32], fac
     }
 }
 
+/// Packs zeros as row `r` of a tile of `rows` rows.
+pub(crate) fn pack_zeros(tile: &mut [f32], rows: usize, r: usize) {
+    let (packed, _) = tile.as_chunks_mut::<K_BLOCK>();
+    packed.iter_mut().skip(r).step_by(rows).for_each(|block| block.fill(0.0));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -43,6 +43,8 @@ pub struct ClusterConfig {
     pub peer_timeout: Duration,
     /// A rank without a heartbeat for this long is a fault.
     pub liveness_timeout: Duration,
+    /// A generation whose ranks are not ready for this long is a fault.
+    pub forming_timeout: Duration,
     /// A step that takes longer is a fault.
     pub step_timeout: Duration,
     /// Environment variables that ranks get in addition to the router's.

@@ -69,6 +69,8 @@ pub(crate) struct Group {
     started: bool,
     sequence: u64,
     in_flight: VecDeque<InFlight>,
+    /// Time since the ranks were started.
+    forming_time: ObservedTime,
     /// Time since the front step became the oldest one.
     front_time: ObservedTime,
     next_check: Instant,
@@ -109,6 +111,7 @@ impl Group {
             started: false,
             sequence: 0,
             in_flight: VecDeque::new(),
+            forming_time: ObservedTime::start(Instant::now()),
             front_time: ObservedTime::start(Instant::now()),
             next_check: Instant::now() + CHECK_INTERVAL,
             attach_answers: VecDeque::new(),
@@ -264,6 +267,16 @@ impl Group {
                     format!("rank {rank}, process {}, sent no heartbeat for {waited:?}", member.view.pid);
                 return Err(Fault { kind: FaultKind::Liveness, message });
             }
+        }
+        let waited = self.forming_time.look(Instant::now());
+        if !self.started && waited > self.config.forming_timeout {
+            let late = self.members.iter().zip(0u32..).filter(|(member, _)| !member.view.ready);
+            let late: Vec<u32> = late.map(|(_, rank)| rank).collect();
+            let message = format!(
+                "ranks {late:?} were not ready {:?} after their start; if forming needs more time, raise forming-timeout-ms",
+                self.config.forming_timeout
+            );
+            return Err(Fault { kind: FaultKind::Setup, message });
         }
         let waited = self.front_time.look(Instant::now());
         if let Some(step) = self.in_flight.front().filter(|step| step.completions.iter().any(Option::is_none))

@@ -17,6 +17,7 @@ use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
+use super::observed::ObservedTime;
 use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
 use crate::apart::{drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
@@ -24,7 +25,7 @@ use expertd_telemetry::progress;
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
 /// and no call waits for a loader while weights serve.
 const SILENCE_FACTOR: u32 = 10;
-/// A loader that packs nothing for this long is given up.
+/// A loader that reads nothing for this long is given up.
 const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A set of weights that generations can serve.
@@ -94,8 +95,10 @@ struct Member {
     share: Option<Vec<OwnedFd>>,
     /// Number of checks in a row without a message.
     silent: u32,
-    /// When `loaded_bytes` last grew.
-    last_progress: Instant,
+    /// Bytes that were checked and packed.
+    read_bytes: u64,
+    /// Time since that grew.
+    stalled: ObservedTime,
     /// When it closed its socket without a share. Its exit status is awaited for a moment.
     gone: Option<Instant>,
 }
@@ -195,7 +198,8 @@ impl Loading {
                 view,
                 share: None,
                 silent: 0,
-                last_progress: now,
+                read_bytes: 0,
+                stalled: ObservedTime::start(now),
                 gone: None,
             });
         }
@@ -274,9 +278,10 @@ impl Loading {
         let member = &mut self.members[rank.index()];
         member.silent = 0;
         match news {
-            News::Message(FromLoader::Loading { loaded_bytes, total_bytes }, _) => {
-                if loaded_bytes > member.view.loaded_bytes {
-                    member.last_progress = Instant::now();
+            News::Message(FromLoader::Loading { checked_bytes, loaded_bytes, total_bytes }, _) => {
+                if checked_bytes.saturating_add(loaded_bytes) > member.read_bytes {
+                    member.read_bytes = checked_bytes.saturating_add(loaded_bytes);
+                    member.stalled = ObservedTime::start(Instant::now());
                 }
                 (member.view.loaded_bytes, member.view.total_bytes) = (loaded_bytes, total_bytes);
             }
@@ -331,9 +336,11 @@ impl Loading {
             let pid = member.view.pid;
             let message = if member.silent >= allowed {
                 format!("showed no life for {:?}", CHECK_INTERVAL * member.silent)
-            } else if member.last_progress.elapsed() > STALL_TIMEOUT {
+            } else if member.stalled.look(Instant::now()) > STALL_TIMEOUT {
                 let LoaderView { loaded_bytes, total_bytes, .. } = member.view;
-                format!("packed nothing for {STALL_TIMEOUT:?}, at {loaded_bytes} of {total_bytes} bytes")
+                format!(
+                    "read nothing for {STALL_TIMEOUT:?}, with {loaded_bytes} of {total_bytes} bytes packed"
+                )
             } else {
                 continue;
             };

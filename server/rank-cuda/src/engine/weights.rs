@@ -62,7 +62,7 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     // The driver starts while the checkpoint is read.
     let (device, checkpoint) = std::thread::scope(|scope| {
         let device = scope.spawn(|| open(gpu.index));
-        let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint));
+        let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint, progress));
         let device = device.join().unwrap_or_else(|_| Err(DeviceError::NoDriver.to_string()));
         (device, checkpoint)
     });

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::CudaSession;
 use crate::client::{Receipt, SessionError};
+use crate::cuda::control::Counts;
 use crate::wire::CompletionRecord;
 
 /// How the calls of a doorbell ended.
@@ -93,16 +94,18 @@ impl CudaSession {
         })
     }
 
-    /// Whether a call of a doorbell failed after the first `known` failures; waits as [`status`](Self::status) does.
-    pub(in crate::cuda) fn has_failed(&self, doorbell: u32, known: u64) -> Result<bool, SessionError> {
+    /// The [`status`](Self::status) in short, which copies no records in the usual case.
+    pub(in crate::cuda) fn counts(&self, doorbell: u32) -> Result<Counts, SessionError> {
         self.shared.check()?;
         let control = &self.shared.control;
-        // The usual case copies no records.
         let ended = control.number(doorbell);
-        match control.counts(doorbell) {
-            Some((calls, failures)) if calls >= ended => Ok(failures > known),
-            _ => Ok(self.status(doorbell)?.failures > known),
+        if let Some(counts) = control.counts(doorbell)
+            && counts.calls >= ended
+        {
+            return Ok(counts);
         }
+        let DoorbellStatus { calls, failures, last, .. } = self.status(doorbell)?;
+        Ok(Counts { calls, failures, weight_version: last.map_or(0, |last| last.weight_version) })
     }
 
     /// Number of calls of a doorbell that failed, for a check behind the GPU's work: once an event behind a call has passed, this counts the
@@ -113,6 +116,11 @@ impl CudaSession {
     pub fn failures(&self, doorbell: u32) -> Result<u64, SessionError> {
         self.shared.check()?;
         self.shared.failures(doorbell)
+    }
+
+    /// As [`failures`](Self::failures), also once the session has ended: the service fails calls before it ends a session.
+    pub(in crate::cuda) fn failed(&self, doorbell: u32) -> u64 {
+        self.shared.failures(doorbell).unwrap_or(0)
     }
 
     /// Number of calls of a doorbell that were released because the session had ended. Each of them is counted before its stream goes on.

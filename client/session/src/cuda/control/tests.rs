@@ -18,13 +18,16 @@ fn a_ring_is_taken_once_and_its_completion_raises_the_word() {
     assert_eq!((service.take(1, 0), service.take(2, 0), service.take(2, 0)), (None, Some(ring), None));
     assert_eq!(client.completion(2), PENDING);
     let mut status = StatusRecord::zeroed();
-    service.complete(2, &CompletionRecord { call: 9, ..CompletionRecord::zeroed() }, &mut status);
+    let answered = CompletionRecord { call: 9, weight_version: 7, ..CompletionRecord::zeroed() };
+    service.complete(2, &answered, &mut status);
     assert_eq!(client.completion(2), DONE);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call), (1, 0, 9));
+    assert_eq!(client.counts(2), Some(Counts { calls: 1, failures: 0, weight_version: 7 }));
     client.ring(2, ring);
     service.complete(2, &CompletionRecord::failed(10, 14, "gone"), &mut status);
     assert_eq!(client.completion(2), FAILED);
+    assert_eq!(client.counts(2), Some(Counts { calls: 2, failures: 1, weight_version: 0 }));
     service.complete(2, &CompletionRecord { call: 11, ..CompletionRecord::zeroed() }, &mut status);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));

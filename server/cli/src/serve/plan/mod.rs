@@ -202,6 +202,7 @@ struct Timeouts {
     step: Duration,
     device: Duration,
     liveness: Duration,
+    forming: Duration,
     health: Duration,
 }
 
@@ -221,8 +222,9 @@ impl Timeouts {
                 "must be at least 300, because the heartbeat's interval is up to 100 ms",
             ));
         }
+        let forming = millis("forming-timeout-ms", &given.forming_timeout_ms)?;
         let health = within("health-timeout-ms", given.health_timeout_ms.0.unwrap_or(0), 1000, 3_600_000)?;
-        Ok(Timeouts { step, device, liveness, health: Duration::from_millis(health) })
+        Ok(Timeouts { step, device, liveness, forming, health: Duration::from_millis(health) })
     }
 }
 
@@ -255,6 +257,7 @@ fn cluster(
             DeviceKind::Cuda => timeouts.device.min(timeouts.step),
         },
         liveness_timeout: timeouts.liveness,
+        forming_timeout: timeouts.forming,
         step_timeout: timeouts.step,
         environment: match device {
             DeviceKind::Cpu => Vec::new(),

@@ -14,15 +14,16 @@ use super::{CpuExpert, Workspace};
 use crate::experts::{Assignments, ExpertKind};
 use crate::linalg::{
     AlignedBuffer, DisjointSlice, K_BLOCK, PackedMatrix, PackedRows, PanelOutput, RowTile, SimdLevel, Tiling,
-    WorkQueue, activate, fix_row, multiply, pack_row, padded, quantise_row, run_parallel,
+    WorkQueue, activate, fix_row, multiply, pack_row, pack_zeros, padded, quantise_row, run_parallel,
 };
 use expertd_model::WeightOn;
 
 /// Runs a rank's experts over its rows: `out[r] = sum over assignments (r, weight) of weight * expert(row r)`.
 ///
 /// `rows` and `out` hold the same rows, `[.., hidden]` in f32, each divided into up to 64 segments in any way; row
-/// numbers count through the segments. Every row of `out` is written, with zeros if nothing is assigned to it. Sums run
-/// in f32 over experts in ascending order, so equal calls give equal bits on any number of threads.
+/// numbers count through the segments. Every row of `out` is written, with zeros if nothing is assigned to it. An
+/// assignment with weight zero adds zeros, also to a row that is not finite. Sums run in f32 over experts in ascending
+/// order, so equal calls give equal bits on any number of threads.
 ///
 /// All experts must have the same shape. Runs on `pool`, or on the calling thread if there is none, and does not
 /// allocate. (A pool built with `use_current_thread` avoids waking another thread.)
@@ -158,13 +159,16 @@ impl Call<'_> {
 
     fn pack(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
         let Workspace { x, parts, sums, .. } = workspace;
-        let on_input = self.weights.filter(|_| self.kind.weight_on == WeightOn::Input);
         for_each_tile(parts, padded(self.hidden), x, sums, pool, |part, tile, packed| {
             for r in 0..tile.rows {
                 let assignment = part.first + tile.start + r;
-                let factor = on_input.map(|weights| weights[assignment]);
+                let weight = self.weights.map_or(1.0, |weights| weights[assignment]);
+                let factor = (self.kind.weight_on == WeightOn::Input).then_some(weight);
                 let row = self.rows.row(self.number(assignment), self.hidden);
-                if let Some(scales) = self.kind.fp8_rows {
+                if weight == 0.0 {
+                    // The expert adds zeros, whatever the row holds: infinity times zero is no zero.
+                    pack_zeros(packed, tile.rows, r);
+                } else if let Some(scales) = self.kind.fp8_rows {
                     // The weight multiplies the quantised row, so that a row's codes are the same for all experts.
                     pack_row(packed, tile.rows, r, row, None);
                     quantise_row(packed, tile.rows, r, scales, factor.unwrap_or(1.0));

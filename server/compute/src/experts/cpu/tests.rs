@@ -324,6 +324,32 @@ fn non_finite_rows_do_not_affect_others() {
 }
 
 #[test]
+fn weight_zero_adds_zeros_whatever_the_row_holds() {
+    let mut rng = expertd_test_seed::rng();
+    let expert = TestExpert::random(&mut rng, WeightFormat::Bf16, 64, 50, false);
+    let mut x = random_rows(&mut rng, 20 * 64);
+    let mut weights = vec![0.5; 20];
+    for (row, value) in [(7, f32::NAN), (8, f32::INFINITY), (9, f32::MAX), (19, -f32::INFINITY)] {
+        x[64 * row + row] = value;
+        weights[row] = 0.0;
+    }
+    let fp8_kinds = kinds().map(|kind| ExpertKind { fp8_rows: Some(Fp8Scales::F32), ..kind });
+    for level in levels() {
+        for kind in kinds().into_iter().chain(fp8_kinds) {
+            let size = WorkspaceSize { hidden: 64, intermediate: 50, assignments: 20, threads: 1 };
+            let mut workspace = Workspace::new(size);
+            workspace.poison();
+            let mut out = vec![f32::NAN; 20 * 64];
+            forward_one(kind, &expert.pack(level), Some(&weights), &x, &mut out, &mut workspace, None);
+            for (row, (out, weight)) in out.chunks_exact(64).zip(&weights).enumerate() {
+                assert!(out.iter().all(|x| x.is_finite()), "{kind:?}, row {row}");
+                assert_eq!(out.iter().all(|x| *x == 0.0), *weight == 0.0, "{kind:?}, row {row}");
+            }
+        }
+    }
+}
+
+#[test]
 #[should_panic(expected = "row 3 is out of range: there are 3 rows")]
 fn a_row_out_of_range_panics() {
     let mut rng = expertd_test_seed::rng();
