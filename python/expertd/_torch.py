@@ -27,7 +27,7 @@ _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary
 _WAY_OUT = (
     "The model was loaded with the expected ones, and attention of one checkpoint with experts of another is neither. Serve those weights "
     "again (expertd reload), load the model again, or let it follow reloads: remote_experts(…, follow_weights=True), or "
-    "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM"
+    "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM and SGLang"
 )
 
 
