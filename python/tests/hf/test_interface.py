@@ -43,10 +43,13 @@ def test_continuous_batching_gives_the_tokens_of_the_local_model(served):
     with remote_experts(service.address):
         remote = load(folder, dtype=torch.float32)
     inputs = [torch.randint(3, local.config.vocab_size, (length,)).tolist() for length in (3, 9, 17, 5)]
+    configuration = pytest.importorskip("transformers.generation.configuration_utils")
+    # Without limits a cache takes most of the memory.
+    small = configuration.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     answers = []
     for model in (local, remote):
-        found = model.generate_batch(inputs, generation_config=config)
+        found = model.generate_batch(inputs, generation_config=config, continuous_batching_config=small)
         answers.append([found[key].generated_tokens for key in sorted(found)])
     assert [len(tokens) for tokens in answers[0]] == [12] * len(inputs)
     assert answers[1] == answers[0]
