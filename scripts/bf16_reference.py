@@ -3,7 +3,7 @@
 
     python scripts/bf16_reference.py [--device cuda] [FOLDER]
 
-Loads every checkpoint under FOLDER (default tests/fixtures/golden) in bf16, runs its blocks on the recorded rows, and prints
+Loads every checkpoint under FOLDER (default: those in tests/fixtures/golden) in bf16, runs its blocks on the recorded rows, and prints
 the relative L2 error of the rows against the recorded float32 output. Rows that the block's gate routes differently from the
 recording are counted and left out. Needs torch, transformers and safetensors.
 """
@@ -12,6 +12,7 @@ import argparse
 import pathlib
 import statistics
 
+import recorded_checkpoints
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -64,13 +65,15 @@ def errors(folder, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    fixtures = pathlib.Path(__file__).resolve().parents[1] / "tests/fixtures/golden"
-    parser.add_argument("folder", type=pathlib.Path, nargs="?", default=fixtures)
+    parser.add_argument("folder", type=pathlib.Path, nargs="?")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     print("| family | rows | median error | largest error | rows routed differently |")
     print("|---|---|---|---|---|")
-    for folder in sorted(path.parent for path in arguments.folder.glob("*/golden.safetensors")):
+    root = arguments.folder or recorded_checkpoints.ROOT / "tests/fixtures/golden"
+    for folder in sorted(path.parent for path in root.glob("*/golden.safetensors")):
+        if arguments.folder is None:
+            folder = recorded_checkpoints.folder(f"golden/{folder.name}")
         found, rerouted = errors(folder, arguments.device)
         middle, largest = statistics.median(found), max(found)
         print(f"| {folder.name} | {len(found)} | {middle:.1e} | {largest:.1e} | {rerouted} |", flush=True)

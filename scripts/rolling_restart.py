@@ -27,9 +27,11 @@ import urllib.request
 
 import yaml
 
+import recorded_checkpoints
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OVERLAY = ROOT / "deploy/kubernetes/overlays/replicas"
-MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
+MODEL = recorded_checkpoints.folder("golden/qwen3_next")
 
 
 def rendered() -> dict:

@@ -13,7 +13,7 @@ namespaces=
 if [ "${1:-}" = --namespaces ]; then namespaces=1; shift; fi
 seconds=${1:-300} bin=${2:-target/release}
 new=${3:-$bin/expertd}
-model=tests/fixtures/golden/qwen3_next
+model=$(cargo run --quiet --package expertd-test-fixtures -- golden/qwen3_next)
 folder=$(mktemp -d)
 layers=(0-1 2-3 0-3)
 pids=()

@@ -20,10 +20,11 @@ import time
 
 import grpc
 import grpc_tools
+import recorded_checkpoints
 from grpc_tools import protoc
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
+MODEL = recorded_checkpoints.folder("golden/qwen3_next")
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 # Those of the configuration.
 ENVOY, SERVICES = "127.0.0.1:50990", {"0-1": "127.0.0.1:50991", "2-3": "127.0.0.1:50992"}

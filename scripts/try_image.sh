@@ -6,12 +6,14 @@
 #   --gpus N  one rank on each of N GPUs; the driver's libraries and devices come from this machine, as a container
 #             runtime injects them (default: two ranks on CPUs)
 #   IMAGE     name of an image in buildah's storage, or a folder with the content of one
-#   FAMILY    a folder of tests/fixtures/golden (default qwen3_moe)
+#   FAMILY    a recorded checkpoint of tests/fixtures/golden (default qwen3_moe), or its folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gpus=0
 if [ "${1:-}" = --gpus ]; then gpus=$2; shift 2; fi
-image=$1 family=${2:-qwen3_moe}
+image=$1
+model=${2:-qwen3_moe}
+[ -d "$model" ] || model=$(cargo run --quiet --package expertd-test-fixtures -- "golden/$model")
 address=127.0.0.1:50951
 if [ -d "$image" ]; then
     root=$(realpath "$image")
@@ -22,7 +24,7 @@ else
     trap 'buildah umount "$container" > /dev/null; buildah rm "$container" > /dev/null' EXIT
 fi
 mkdir -p "$root"/{model,run/expertd,proc,dev,sys,driver}
-unshare --mount bash -euo pipefail -s "$root" "$PWD/tests/fixtures/golden/$family" "$address" "$gpus" << 'INSIDE'
+unshare --mount bash -euo pipefail -s "$root" "$model" "$address" "$gpus" << 'INSIDE'
 root=$1 model=$2 address=$3 gpus=$4
 mount --bind "$root" "$root"
 mount --bind "$model" "$root/model"

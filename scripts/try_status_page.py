@@ -21,10 +21,11 @@ import time
 import urllib.request
 
 import addresses
+import recorded_checkpoints
 from recorded_service import Recording
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
+MODEL = recorded_checkpoints.folder("golden/qwen3_next")
 # A name that would run a script if the page made markup of it.
 NAME = "tiny <img src=x onerror=alert(1)>"
 LISTEN, METRICS, RECORDED = addresses.free(3)

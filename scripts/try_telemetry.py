@@ -34,10 +34,10 @@ import urllib.parse
 import urllib.request
 
 import addresses
+import recorded_checkpoints
 from recorded_service import Recorder, Recording
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
 DASHBOARD = ROOT / "deploy/grafana/expertd.json"
 RULES = ROOT / "deploy/prometheus/rules.yaml"
 RECORDING = ROOT / "tests/fixtures/telemetry/two-gpus.tar.xz"
@@ -237,10 +237,11 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=30)
     options.add_argument("--picture", type=pathlib.Path)
     options.add_argument("--record", type=pathlib.Path)
-    options.add_argument("--model", type=pathlib.Path, default=MODEL)
+    options.add_argument("--model", type=pathlib.Path, help="default: a recorded checkpoint")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--tokens", default="uniform:1-48")
     given = options.parse_args()
+    given.model = given.model or recorded_checkpoints.folder("golden/qwen3_next")
     if not given.record and not shutil.which("prometheus"):
         sys.exit("prometheus was not found (Debian: prometheus)")
     with contextlib.ExitStack() as stack:

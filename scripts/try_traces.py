@@ -22,10 +22,11 @@ import time
 import urllib.request
 
 import addresses
+import recorded_checkpoints
 from try_telemetry import fetch, until
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODEL = ROOT / "tests/fixtures/golden/qwen3_next"
+MODEL = recorded_checkpoints.folder("golden/qwen3_next")
 LISTEN, METRICS, OTLP_GRPC, OTLP_HTTP = addresses.free(4)
 # Attributes that each span of the name must have.
 PROMISED = {

@@ -157,7 +157,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
         dispatch.fp8_rows = 1;
         mlp.x = window.data + g.rows, mlp.x_format = EXPERTD_ROWS_FP8, mlp.x_stride = fp8_row_bytes(m.hidden);
     }
-    CombineParams combine{g, y.data, position.data, ids.data, nullptr, places.data, out.data, experts_done.device};
+    CombineParams combine{g, y.data, position.data, ids.data, weights.data, nullptr, places.data, out.data, experts_done.device};
     CopyOutParams back{};
     back.group = g, back.out = out.data, back.topk_ids = ids.data, back.topk_weights = weights.data;
     back.places = places.data, back.assignments = offsets.data + local;

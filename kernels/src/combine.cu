@@ -1,4 +1,5 @@
 // combine: adds up expert outputs per row at each rank, sends the partial sums to the source ranks, and adds them up there.
+// Choices with weight zero are left out: an expert's output times zero is NaN where the output is infinite.
 //
 // An item is a piece of a row. Of B blocks, block i % B handles item i on every rank: it sends its rank's partial sums of item i to
 // the source, where the block of the same index adds them up. So a block waits only for blocks of the same index. A block sends its
@@ -76,20 +77,22 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
     return value;
 }
 
-// A lane's choice of a row of the window: its physical expert, and the index of its output if the expert is local.
+// A lane's choice of a row of the window: its physical expert, its weight, and the index of its output if the expert is local.
 struct Choice {
     uint32_t physical;
+    float weight;
     uint32_t place;
 };
 
-// Loads `place` at the same time as the expert, which saves a second round trip. It is meaningless if the choice is not local.
+// Loads everything at the same time, which saves a second round trip. `place` is meaningless if the choice is not local.
 __device__ __forceinline__ Choice load_choice(const CombineParams& p, uint32_t source, uint32_t token) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t entry = (static_cast<uint64_t>(source) * g.max_tokens + token) * g.top_k + lane;
-    Choice choice = {~0u, 0};
+    Choice choice = {~0u, 0.0f, 0};
     if (lane < g.top_k) {
         choice.physical = static_cast<uint32_t>(__ldcg(at<int32_t>(g, g.rank, g.ids) + entry));
+        choice.weight = __ldcg(at<float>(g, g.rank, g.weights) + entry);
         choice.place = __ldcg(p.position + entry);
     }
     return choice;
@@ -143,7 +146,7 @@ __device__ __forceinline__ Unit load_unit(const CombineParams& p, const Shared& 
     loaded.token = item / plan.pieces;
     loaded.piece = item - loaded.token * plan.pieces;
     loaded.some = loaded.token < shared.tokens[loaded.source];
-    loaded.choice = {~0u, 0};
+    loaded.choice = {~0u, 0.0f, 0};
     if (loaded.some) loaded.choice = load_choice(p, loaded.source, loaded.token);
     return loaded;
 }
@@ -162,9 +165,9 @@ __device__ uint32_t send_chunk(const CombineParams& p, const Shared& shared, con
         const Unit current = next;
         if (unit + kWorkers < units) next = load_unit(p, shared, plan, first, unit + kWorkers);
         const bool local = current.choice.physical >= range.first && current.choice.physical < range.last;
-        const uint32_t chosen = __ballot_sync(~0u, local);
+        const uint32_t chosen = __ballot_sync(~0u, local && current.choice.weight != 0.0f);
+        if (current.piece == 0) received += __any_sync(~0u, local);
         if (chosen == 0) continue;
-        received += current.piece == 0;
         float sum[kLoads][8] = {};
         add_outputs<kBatch>(p, chosen, current.choice.place, plan.words, current.piece, sum);
         uint4* to = at<uint4>(g, current.source, g.partials)
@@ -202,8 +205,10 @@ __device__ __forceinline__ uint32_t ranks_of(const CombineParams& p, const uint3
     const uint32_t lane = threadIdx.x % 32;
     uint32_t rank = 0;
     if (lane < g.top_k) {
-        const int32_t id = __ldcg(p.topk_ids + static_cast<uint64_t>(token) * g.top_k + lane);
-        rank = 1u << rank_of(g, physical_of(g, copies, static_cast<uint32_t>(id), token));
+        const uint64_t entry = static_cast<uint64_t>(token) * g.top_k + lane;
+        const int32_t id = __ldcg(p.topk_ids + entry);
+        const float weight = __ldcg(p.topk_weights + entry);
+        if (weight != 0.0f) rank = 1u << rank_of(g, physical_of(g, copies, static_cast<uint32_t>(id), token));
     }
     return __reduce_or_sync(~0u, rank);
 }
@@ -310,16 +315,21 @@ __device__ void flag_chunks(const Group& g, Shared& shared, const Plan& plan, ui
 struct ItemAlone {
     uint32_t token, piece;
     uint32_t output;  // a lane's choice: index of its output
+    float weight;     // and its weight, zero in lanes without a choice
     RowPlace place;
 };
 
 __device__ __forceinline__ ItemAlone load_alone(const CombineParams& p, uint32_t item, uint32_t pieces) {
     const Group& g = p.group;
     const uint32_t lane = threadIdx.x % 32;
-    ItemAlone loaded = {item / pieces, 0, 0, {}};
+    ItemAlone loaded = {item / pieces, 0, 0, 0.0f, {}};
     loaded.piece = item - loaded.token * pieces;
     if (loaded.token >= g.max_tokens) return loaded;
-    if (lane < g.top_k) loaded.output = __ldcg(p.position + static_cast<uint64_t>(loaded.token) * g.top_k + lane);
+    if (lane < g.top_k) {
+        const uint64_t entry = static_cast<uint64_t>(loaded.token) * g.top_k + lane;
+        loaded.output = __ldcg(p.position + entry);
+        loaded.weight = __ldcg(p.topk_weights + entry);
+    }
     loaded.place = load_place(p, loaded.token);
     return loaded;
 }
@@ -357,7 +367,7 @@ __device__ void combine_alone(const CombineParams& p) {
         const ItemAlone current = next;
         if (item + stride < end) next = load_alone(p, item + stride, pieces);
         float sum[kLoads][8] = {};
-        add_outputs<kBatchAlone>(p, __ballot_sync(~0u, lane < g.top_k), current.output, words, current.piece, sum);
+        add_outputs<kBatchAlone>(p, __ballot_sync(~0u, current.weight != 0.0f), current.output, words, current.piece, sum);
         if (error != 0) return;
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {

@@ -158,8 +158,8 @@ fn kernel_parameters_mirror_step_h() {
     let h = step_h();
     assert_mirrors!(h, "DispatchParams", DispatchParams: group, tokens, topk_ids, topk_weights, expert_offsets, row_index,
         row_weight, position, block_counts, fp8_rows, power_of_two_scales);
-    assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, shared, places, out,
-        experts_done, first_row, end_row);
+    assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, topk_weights, shared, places,
+        out, experts_done, first_row, end_row);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
     assert_mirrors!(h, "GateLayer", GateLayer: weight, weight_low, logit_bias, correction_bias, token_table);
     assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, places, topk_ids, topk_weights,

@@ -154,6 +154,7 @@ impl SlotBuffers {
             expert_out: self.expert_out.address(),
             position: self.position.address(),
             topk_ids: self.topk_ids.address(),
+            topk_weights: self.topk_weights.address(),
             shared,
             places: 0,
             out: self.out.address(),

@@ -184,6 +184,7 @@ struct CombineParams {
     const void* expert_out;      // bf16 [assignments][H], already multiplied by the routing weight
     const uint32_t* position;    // from dispatch
     const int32_t* topk_ids;     // [T][k] of this rank's tokens
+    const float* topk_weights;   // [T][k]
     const void* shared;          // bf16 [T][H]: outputs of the shared experts, which are added; or null
     const RowPlace* places;      // their flags select the rows to which `shared` is added; null selects all rows, if the step is not direct
     void* out;                   // [T][H] of SlotState::out_dtype, unless the step is direct
@@ -191,7 +192,7 @@ struct CombineParams {
     uint32_t first_row;          // rows before it are combined by earlier launches
     uint32_t end_row;            // later launches combine the rows from it on; 0: none
 };
-static_assert(sizeof(CombineParams) == 264, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 272, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };

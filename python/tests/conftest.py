@@ -1,4 +1,4 @@
-"""Services from the installed wheel, over the checkpoints in tests/fixtures/golden."""
+"""Services from the installed wheel, over the recorded checkpoints in tests/fixtures."""
 
 import contextlib
 import os
@@ -11,9 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import expertd
+import recorded_checkpoints
 import seed
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "golden"
+
+def recorded(family):
+    """The folder of a family's checkpoint and recordings."""
+    return recorded_checkpoints.folder(f"golden/{family}")
 
 
 def pytest_report_header():
@@ -32,7 +36,7 @@ class Golden:
         self.client = service.client(session=session)
         self.arguments = {"address": service.session_address if session else service.address, "session": session}
         self.model = self.client.model()
-        self.tensors = load_file(GOLDEN / family / "golden.safetensors")
+        self.tensors = load_file(recorded(family) / "golden.safetensors")
         self.layers = [layer.layer for layer in self.model.moe_layers]
 
     def of(self, layer, name):
@@ -51,7 +55,7 @@ def started():
 
         def of(family, session):
             if family not in services:
-                services[family] = stack.enter_context(expertd.serve(GOLDEN / family, ranks=2))
+                services[family] = stack.enter_context(expertd.serve(recorded(family), ranks=2))
             if (family, session) not in ready:
                 ready[family, session] = Golden(family, services[family], session)
             return ready[family, session]

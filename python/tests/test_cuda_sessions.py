@@ -405,6 +405,53 @@ def test_a_call_that_the_service_refuses_in_a_replay_is_raised_for_each_replay(s
         served.client.check()
 
 
+@gpu
+def test_a_client_that_expects_weights_finds_calls_of_others_also_in_graphs(checkpoint, tmp_path):
+    sizes = ["--hidden", "256", "--width", "128", "--experts", "16", "--top-k", "4", "--layers", "3", "--seed", "7"]
+    synth = [expertd.command(), "synth", "--family", "qwen2_moe", "--out", str(tmp_path / "other"), *sizes]
+    subprocess.run(synth, check=True, capture_output=True)
+    it = Served(checkpoint)
+    expected = it.model.weight_fingerprint
+    pinned = expertd.Client(
+        it.service.session_address, session="cuda", on_graph_failure="raise", expected_weight_fingerprint=expected
+    )
+    layer, rows = it.layers[0], it.rows(4)
+
+    def reload(folder):
+        subprocess.run([expertd.command(), "reload", "--admin", it.service.admin_address, "--model", str(folder)], check=True)
+
+    def replay():
+        graph.replay()
+        torch.cuda.synchronize(it.device)
+
+    pinned.forward(layer, rows)
+    pinned.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(it.device), torch.cuda.graph(graph):
+        pinned.forward(layer, rows)
+    for folder in (checkpoint, tmp_path / "other", checkpoint):
+        reload(folder)
+        replay()
+        if folder == checkpoint:
+            pinned.check()
+            pinned._native.verify()
+            pinned.forward(layer, rows)
+            pinned.synchronize()
+            continue
+        with pytest.raises(expertd.WeightVersionError, match=f"{expected} are expected"):
+            pinned.check()
+        pinned.check()
+        for _ in range(2):
+            with pytest.raises(expertd.WeightVersionError):
+                pinned._native.verify()
+        pinned.forward(layer, rows)
+        with pytest.raises(expertd.WeightVersionError):
+            pinned.synchronize()
+        it.client.forward(layer, rows)
+        it.client.synchronize()
+    it.service.stop()
+
+
 PROGRAM = """
 import sys, time, torch, expertd
 address, layer, hidden, version = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

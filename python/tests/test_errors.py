@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, stopped, worst_row
+from conftest import recorded, stopped, worst_row
 
 import expertd
 
@@ -217,7 +217,7 @@ def test_asyncio_clients_of_cuda_sessions_are_refused():
 
 
 def test_the_address_of_another_listener_is_a_connect_error():
-    with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
+    with expertd.serve(recorded("mixtral"), ranks=1) as service:
         with pytest.raises(expertd.ConnectError, match='session="host"'):
             expertd.Client(service.session_address, retry=None).model()
         with pytest.raises(expertd.ConnectError):

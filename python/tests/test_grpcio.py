@@ -13,7 +13,7 @@ import grpc_tools
 import numpy as np
 import pytest
 import trustme
-from conftest import GOLDEN
+from conftest import recorded
 from grpc_tools import protoc
 
 import expertd
@@ -68,7 +68,7 @@ def certificates(tmp_path):
 def serve(certificates, **settings):
     folder = certificates.folder
     return expertd.serve(
-        GOLDEN / "mixtral",
+        recorded("mixtral"),
         ranks=1,
         listen="127.0.0.1:0",
         tls_cert=folder / "server.pem",
@@ -120,7 +120,7 @@ def test_the_example_client_over_a_socket_and_over_tcp(tmp_path, listen):
     assert protoc.main(["protoc", *arguments, str(PROTO / "expertd/v1/moe.proto")]) == 0
     # The installed package of the same name would hide the generated modules.
     (tmp_path / "expertd" / "__init__.py").touch()
-    with expertd.serve(GOLDEN / "mixtral", ranks=1, **listen) as service:
+    with expertd.serve(recorded("mixtral"), ranks=1, **listen) as service:
         address = service.address.removeprefix("http://")
         assert address.startswith("127." if listen else "unix:")
         command = [sys.executable, "client.py", "--address", address]

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import seed
-from conftest import GOLDEN, stopped, worst_row
+from conftest import recorded, stopped, worst_row
 
 import expertd
 
@@ -81,7 +81,7 @@ def children(pid):
 
 @pytest.mark.parametrize("session", [None, "host"])
 def test_callers_do_not_see_that_a_rank_died(session):
-    with expertd.serve(GOLDEN / "qwen3_moe", ranks=2) as service, service.client(session=session) as client:
+    with expertd.serve(recorded("qwen3_moe"), ranks=2) as service, service.client(session=session) as client:
         model = client.model()
         layer = model.moe_layers[0].layer
         rows = seed.rng().standard_normal((8, model.hidden)).astype(np.float32)
@@ -99,7 +99,7 @@ def test_callers_do_not_see_that_a_rank_died(session):
 
 @pytest.mark.parametrize("session", [None, "host"])
 def test_without_retries_a_dead_service_is_unavailable(session):
-    with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
+    with expertd.serve(recorded("mixtral"), ranks=1) as service:
         client = service.client(session=session, retry=None)
         model = client.model()
         rows = np.zeros((1, model.hidden), np.float32)

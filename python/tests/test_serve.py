@@ -11,7 +11,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
+from conftest import recorded
 
 import expertd
 from expertd._serve import _end_with_parent
@@ -31,7 +31,7 @@ def test_the_wheel_has_the_licences_of_what_it_contains():
 
 
 def test_a_service_ends_with_its_block():
-    with expertd.serve(GOLDEN / "mixtral", ranks=1) as service:
+    with expertd.serve(recorded("mixtral"), ranks=1) as service:
         assert service.process.poll() is None
         status = [expertd.command(), "status", "--admin", service.admin_address]
         assert "serving" in subprocess.run(status, capture_output=True, text=True, check=True).stdout.lower()
@@ -45,9 +45,9 @@ def test_a_service_that_cannot_start_says_why(tmp_path):
         expertd.serve(tmp_path / "nothing")
     assert caught.value.exit_code == 64
     with pytest.raises(expertd.ServiceError, match="no-such-setting"):
-        expertd.serve(GOLDEN / "mixtral", no_such_setting=1)
+        expertd.serve(recorded("mixtral"), no_such_setting=1)
     with pytest.raises(expertd.ServiceError, match="not ready in time"):
-        expertd.serve(GOLDEN / "mixtral", ranks=1, ready_timeout=1e-6)
+        expertd.serve(recorded("mixtral"), ranks=1, ready_timeout=1e-6)
 
 
 def test_a_command_that_is_not_there_is_named(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_service_ends_with_the_process_that_started_it():
         import expertd, os, signal, threading
         box = []
         # The thread that starts the service ends before the process does.
-        thread = threading.Thread(target=lambda: box.append(expertd.serve({str(GOLDEN / "mixtral")!r}, ranks=1)))
+        thread = threading.Thread(target=lambda: box.append(expertd.serve({str(recorded("mixtral"))!r}, ranks=1)))
         thread.start()
         thread.join()
         print(box[0].process.pid, box[0].process.poll(), flush=True)
@@ -79,7 +79,7 @@ def test_a_service_ends_with_the_process_that_started_it():
 
 
 def test_two_services_do_not_meet():
-    with expertd.serve(GOLDEN / "mixtral", ranks=1) as one, expertd.serve(GOLDEN / "olmoe", ranks=1) as other:
+    with expertd.serve(recorded("mixtral"), ranks=1) as one, expertd.serve(recorded("olmoe"), ranks=1) as other:
         families = [service.client().model().family for service in (one, other)]
         assert families == ["mixtral", "olmoe"]
         rows = np.zeros((2, one.client().model().hidden), np.float32)
@@ -92,7 +92,7 @@ def test_a_service_with_tokens_wants_one(tmp_path):
     tokens.write_text(f"tester {secret}\n")
     tokens.chmod(0o600)
     mine.write_text(secret + "\n")
-    with expertd.serve(GOLDEN / "mixtral", ranks=1, listen="127.0.0.1:0", token_file=tokens) as service:
+    with expertd.serve(recorded("mixtral"), ranks=1, listen="127.0.0.1:0", token_file=tokens) as service:
         with pytest.raises(expertd.AccessError) as caught:
             expertd.Client(service.address)
         assert caught.value.code == "UNAUTHENTICATED"

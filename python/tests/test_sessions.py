@@ -10,14 +10,14 @@ import threading
 import numpy as np
 import pytest
 import seed
-from conftest import GOLDEN, stopped, worst_row
+from conftest import recorded, stopped, worst_row
 
 import expertd
 
 
 def test_a_session_is_opened_again_when_the_service_is_back(tmp_path):
     settings = {"ranks": 1, "session_listen": f"unix:{tmp_path}/session.sock"}
-    with expertd.serve(GOLDEN / "mixtral", **settings) as service:
+    with expertd.serve(recorded("mixtral"), **settings) as service:
         client = service.client(session="host")
         model = client.model()
         layer = model.moe_layers[0].layer
@@ -26,7 +26,7 @@ def test_a_session_is_opened_again_when_the_service_is_back(tmp_path):
     back = threading.Event()
 
     def serve_again():
-        with expertd.serve(GOLDEN / "mixtral", **settings):
+        with expertd.serve(recorded("mixtral"), **settings):
             back.wait()
 
     thread = threading.Thread(target=serve_again)
@@ -117,7 +117,7 @@ def test_another_user_is_refused(tmp_path):
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)
     program = f"import expertd; expertd.Client('unix:{tmp_path}/session.sock', session='host')"
-    with expertd.serve(GOLDEN / "mixtral", ranks=1, session_listen=f"unix:{tmp_path}/session.sock"):
+    with expertd.serve(recorded("mixtral"), ranks=1, session_listen=f"unix:{tmp_path}/session.sock"):
         child = os.fork()
         if child == 0:
             os.setuid(12345)

@@ -34,13 +34,12 @@ fn fingerprint(checkpoint: &Checkpoint) -> String {
 /// Every family's names of tensors: a part of the layers has the fingerprint of the whole checkpoint.
 #[test]
 fn every_family_has_one_fingerprint_whatever_layers_are_held() {
-    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden");
     let mut compared = 0;
-    for entry in std::fs::read_dir(fixtures).unwrap().flatten().filter(|entry| entry.path().is_dir()) {
-        let whole = Checkpoint::open(&entry.path()).unwrap();
+    for folder in expertd_test_fixtures::all("golden") {
+        let whole = Checkpoint::open(&folder).unwrap();
         for layer in blocks(&whole) {
-            let part = Checkpoint::open_layers(&entry.path(), range(layer, layer)).unwrap();
-            assert_eq!(fingerprint(&part), fingerprint(&whole), "{:?}, layer {layer}", entry.path());
+            let part = Checkpoint::open_layers(&folder, range(layer, layer)).unwrap();
+            assert_eq!(fingerprint(&part), fingerprint(&whole), "{folder:?}, layer {layer}");
             compared += 1;
         }
     }

@@ -48,6 +48,8 @@ pub struct CombineParams {
     pub position: u64,
     /// Own tokens' choices, i32 `[T, k]`.
     pub topk_ids: u64,
+    /// Their weights, f32 `[T, k]`.
+    pub topk_weights: u64,
     /// bf16 `[T, H]` to be added, or 0.
     pub shared: u64,
     /// Row places from copy_in, whose flags select the rows to which `shared` is added; 0 selects all rows.
@@ -83,6 +85,6 @@ pub struct ScaleParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<DispatchParams>() == 272);
-    assert!(size_of::<CombineParams>() == 264);
+    assert!(size_of::<CombineParams>() == 272);
     assert!(size_of::<ScaleParams>() == 240);
 };

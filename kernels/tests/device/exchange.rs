@@ -72,7 +72,8 @@ pub fn expected_row(shape: &Shape, own: &RankStep, token: usize) -> Vec<f32> {
     let element = |bits: u16| {
         let mut sum = 0.0_f32;
         for peer in 0..shape.ranks {
-            let local: Vec<usize> = (0..k).filter(|&j| owner(shape, ids[j]) == peer).collect();
+            let is_local = |j: &usize| weights[*j] != 0.0 && owner(shape, ids[*j]) == peer;
+            let local: Vec<usize> = (0..k).filter(is_local).collect();
             if !local.is_empty() {
                 let partial = local
                     .iter()

@@ -50,7 +50,9 @@ fn verify(member: &Member, shape: &Shape, steps: &[RankStep], power_of_two: bool
     let mut window = vec![0_u8; shape.window_rows() * row_bytes];
     // SAFETY: the rows of this rank's own window, while no step runs.
     unsafe { read_device(member.window + WindowLayout::new(shape).0.rows, &mut window)? };
-    for (index, row) in &expected.arrived {
+    // What a row becomes that is not finite is not defined.
+    let is_finite = |row: &[u16]| row.iter().all(|bits| bf16::from_bits(*bits).is_finite());
+    for (index, row) in expected.arrived.iter().filter(|(_, row)| is_finite(row)) {
         let wide: Vec<f64> = row.iter().map(|bits| f64::from(bf16::from_bits(*bits).to_f32())).collect();
         let wanted: Vec<f32> = quantised(&wide, power_of_two).into_iter().map(|x| x as f32).collect();
         if values(&window[index * row_bytes..][..row_bytes], hidden) != wanted {

@@ -89,13 +89,22 @@ pub fn step(random: &mut Random, shape: &Shape) -> Vec<RankStep> {
                 3 if rank == 0 => 0,
                 _ => random.below(most + 1),
             } as usize;
-            let count = tokens * shape.top_k as usize;
-            RankStep {
-                tokens,
-                rows: rows(random, tokens * shape.hidden as usize),
-                ids: choices(random, shape, routing, tokens),
-                weights: (0..count).map(|_| random.unit() * 2.0 - 0.5).collect(),
+            let (k, h) = (shape.top_k as usize, shape.hidden as usize);
+            let mut rows = rows(random, tokens * h);
+            let mut weights: Vec<f32> = (0..tokens * k).map(|_| random.unit() * 2.0 - 0.5).collect();
+            // Weight zero leaves an expert out, also of a row that is not finite.
+            for (row, weights) in rows.chunks_exact_mut(h).zip(weights.chunks_exact_mut(k)) {
+                match random.below(8) {
+                    0 => weights[random.below(k as u64) as usize] = 0.0,
+                    1 => {
+                        row[random.below(h as u64) as usize] =
+                            random.pick(&[bf16::INFINITY, bf16::NAN, bf16::MAX]).to_bits();
+                        weights.fill(0.0);
+                    }
+                    _ => {}
+                }
             }
+            RankStep { tokens, rows, ids: choices(random, shape, routing, tokens), weights }
         })
         .collect()
 }

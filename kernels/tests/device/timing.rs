@@ -51,6 +51,7 @@ pub fn capture(
         sets.push((dispatch, combine));
     }
     for member in members {
+        member.buffers.topk_weights.write(&vec![1.0; (tokens * shape.top_k) as usize])?;
         let mut state: SlotState = member.buffers.state.read()?[0];
         state.tokens = tokens;
         state.layer = member.layer;

@@ -1,19 +1,17 @@
 """The operator through which vLLM's layers call a service. These tests need torch, and no vLLM."""
 
-import pathlib
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the operator of expertd.vllm is one of torch")
 
 import expertd  # noqa: E402
+from conftest import recorded  # noqa: E402
 from expertd._engines.connection import connect  # noqa: E402
 from expertd._engines.settings import Settings  # noqa: E402
 from expertd.vllm._connection import vllm_experts  # noqa: E402
 from expertd.vllm._guard import guard_outputs  # noqa: E402
 
-CHECKPOINT = pathlib.Path(__file__).resolve().parents[3] / "tests" / "fixtures" / "golden" / "qwen3_moe"
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def test_rows_without_experts_get_zero(layer):
 
 def test_large_batches_are_split(layer):
     number, index, rows, ids, weights, _ = layer
-    with expertd.serve(CHECKPOINT, ranks=1, max_tokens_per_step=8, max_tokens_per_request=4) as small:
+    with expertd.serve(recorded("qwen3_moe"), ranks=1, max_tokens_per_step=8, max_tokens_per_request=4) as small:
         other, remote = connect(Settings(small.address), guard_outputs)
         assert other != number and remote.model.limits.max_tokens_per_request < rows.shape[0]
         found = vllm_experts(rows, ids, weights, other, index)
