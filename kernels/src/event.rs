@@ -20,9 +20,6 @@ unsafe impl Send for Event {}
 
 impl Event {
     /// Creates an event, which counts as passed until it is recorded.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn new(device: &Device) -> Result<Event, DeviceError> {
         device.bind()?;
         let raw = check("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
@@ -30,18 +27,12 @@ impl Event {
     }
 
     /// Records the event after all work that `stream` has so far.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn record(&self, stream: &Stream) -> Result<(), DeviceError> {
         // SAFETY: event and stream are alive.
         check("cuEventRecord", unsafe { result::event::record(self.raw, stream.raw()) })
     }
 
     /// Makes later work on `stream` wait for this event.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn wait_event(&self, stream: &Stream) -> Result<(), DeviceError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: event and stream are alive.
@@ -62,9 +53,6 @@ impl Event {
     }
 
     /// Time between two events that have passed.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn since(&self, earlier: &Event) -> Result<Duration, DeviceError> {
         // SAFETY: both events are alive.
         let millis = check("cuEventElapsedTime", unsafe { result::event::elapsed(earlier.raw, self.raw) })?;
@@ -83,9 +71,6 @@ impl Drop for Event {
 
 /// Enqueues a copy from pinned host memory to device memory.
 ///
-/// # Errors
-/// The driver's error.
-///
 /// # Safety
 /// Source and destination have `bytes` bytes and live until the copy has ended. Until then nothing else writes the source,
 /// and nothing else reads or writes the destination.
@@ -102,9 +87,6 @@ pub unsafe fn copy_to_device(
 
 /// Enqueues a copy from device memory to pinned host memory.
 ///
-/// # Errors
-/// The driver's error.
-///
 /// # Safety
 /// As for [`copy_to_device`].
 pub unsafe fn copy_to_host(stream: &Stream, to: *mut u8, from: u64, bytes: usize) -> Result<(), DeviceError> {
@@ -114,9 +96,6 @@ pub unsafe fn copy_to_host(stream: &Stream, to: *mut u8, from: u64, bytes: usize
 }
 
 /// Enqueues a fill of device memory.
-///
-/// # Errors
-/// The driver's error.
 ///
 /// # Safety
 /// `at` is device memory of `bytes` bytes, which nothing else uses until the fill has ended.

@@ -202,7 +202,7 @@ class Client:
             out: an array of the shape and type of `rows` that receives the answer's rows; it becomes `answer.rows`. It may be
                 `rows` itself, must be row-major, and must not be used before the call returns. None: new memory.
             timeout: seconds for the whole call, connecting and retries included; None means no limit. With `session="cuda"` for the
-                service's work on the call, rounded up by a quarter at most.
+                service's work on the call, rounded up by a quarter at most, and for the time in which opening a session is retried.
             dtype: "bf16" or "f16" if `rows` are 16-bit integers that stand for it.
             topk_ids: `[tokens, k]` int32 or int64 expert ids, distinct within a row; the service applies them instead of
                 running the gate.

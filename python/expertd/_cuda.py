@@ -7,6 +7,7 @@ its end, and a kernel that copies out of it. The host waits for none of them.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pathlib
 import threading
@@ -112,7 +113,7 @@ class CudaRoute:
             raise ValueError(f"timeout is {seconds}; expected a positive number of seconds, or None for no limit")
         tokens = tensor.shape[0]
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else _checked_output(out, tensor)
-        session = self._session(tensor.get_device())
+        session = self._session(tensor.get_device(), seconds)
         served = session.served
         if options["model"] not in ("", served.name):
             raise NotFoundError(f"the service has no model {options['model']!r}; it serves {served.name!r}", code="NOT_FOUND")
@@ -205,8 +206,8 @@ class CudaRoute:
                 self._prepared[key] = prepared
         return prepared
 
-    def _session(self, device: int) -> CudaSession:
-        """The session on a GPU; opens one if there is none, or the last one has ended."""
+    def _session(self, device: int, seconds: float | None = None) -> CudaSession:
+        """The session on a GPU; opens one if there is none, or the last one has ended. No attempt to open it starts after `seconds`."""
         found = self._sessions.get(device)
         if found is not None:
             return found
@@ -218,11 +219,12 @@ class CudaRoute:
             )
         with self._lock:
             if device not in self._sessions:
-                self._sessions[device] = self._open(device, retry=device in self._ended)
+                self._sessions[device] = self._open(device, device in self._ended, seconds)
             return self._sessions[device]
 
-    def _open(self, device: int, retry: bool) -> CudaSession:
+    def _open(self, device: int, retry: bool, seconds: float | None) -> CudaSession:
         policy = self.retry if retry else None
+        limit = math.inf if seconds is None else seconds
         start, attempt = time.monotonic(), 1
         while True:
             try:
@@ -234,7 +236,7 @@ class CudaRoute:
             except (ConnectError, UnavailableError):
                 pause = min(0.05 * 2 ** min(attempt - 1, 10), policy.max_pause) if policy else 0.0
                 over = policy is None or attempt >= policy.max_attempts
-                if over or (policy and time.monotonic() + pause - start > policy.max_elapsed):
+                if over or (policy and time.monotonic() + pause - start > min(policy.max_elapsed, limit)):
                     raise
                 time.sleep(pause)
                 attempt += 1

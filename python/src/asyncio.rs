@@ -51,9 +51,6 @@ where
 }
 
 /// The same for a future that copies rows into `out`. Once the returned future is cancelled, nothing is copied there.
-///
-/// # Errors
-/// As [`spawn`].
 pub(crate) fn spawn_filling<'py, T>(
     py: Python<'py>,
     future: impl Future<Output = Result<T, Failure>> + Send + 'static,

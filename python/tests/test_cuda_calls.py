@@ -129,6 +129,17 @@ def test_a_session_ends_while_another_thread_prepares(route):
     assert not route._prepared, "the session has ended"
 
 
+def test_a_timeout_ends_the_attempts_to_open_a_session(route):
+    def gone(name):
+        raise expertd.UnavailableError("the service is gone")
+
+    route._host = types.SimpleNamespace(model=gone)
+    route.retry = expertd.RetryPolicy(max_attempts=1_000_000, max_elapsed=1e6)
+    route._ended.add(-1)
+    with pytest.raises(expertd.UnavailableError):
+        route.forward(0, torch.zeros(1, HIDDEN), 0.2, options())
+
+
 def test_a_session_with_other_weights_is_not_opened(route):
     assert route.pinned("sampled:01")._session(-1).native.arguments[-1] == "sampled:01"
     route._sessions.clear()

@@ -76,7 +76,7 @@ def route(monkeypatch):
     route = module.CudaRoute("unix:/nowhere.sock", None, "raise")
     route.waited = waited
     opened = []
-    monkeypatch.setattr(route, "_open", lambda device, retry: opened.append(session(device)) or opened[-1])
+    monkeypatch.setattr(route, "_open", lambda device, retry, seconds: opened.append(session(device)) or opened[-1])
     return route
 
 

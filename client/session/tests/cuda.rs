@@ -6,7 +6,7 @@
 
 use std::ffi::c_void;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -15,12 +15,11 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable as _;
 use cudarc::driver::sys::{self, CUresult, CUstream};
-use expertd_session::SessionError;
 use expertd_session::cuda::control::ControlMemory;
 use expertd_session::cuda::wire::{MAX_PREPARE_FRAME, OpenCuda, PrepareReply, PreparedCall, StatusRecord};
-use expertd_session::cuda::{CudaSession, CudaSessionOptions, Gpu, ImportedMemory};
-use expertd_session::socket;
+use expertd_session::cuda::{CudaSession, CudaSessionOptions};
 use expertd_session::wire::{CompletionRecord, frame};
+use expertd_session::{SessionError, socket};
 use expertd_shm::descriptors::receive_fds;
 
 const HIDDEN: usize = 2048;
@@ -73,7 +72,6 @@ fn stand_in() {
     println!("listening");
     std::io::stdout().flush().unwrap();
     let (client, _) = listener.accept().unwrap();
-    let refuse = |text: String| socket::send(&client, frame::REFUSED, text.as_bytes()).unwrap();
     let (kind, _) = socket::receive(&client, 256).unwrap().unwrap();
     assert_eq!(kind, frame::GET_MODEL);
     socket::send(&client, frame::MODEL, &[]).unwrap();
@@ -81,25 +79,11 @@ fn stand_in() {
     assert_eq!(kind, frame::OPEN);
     let open: OpenCuda = socket::record(&payload).unwrap();
     let fd = receive_fds(&client).unwrap().pop().unwrap();
-    let imported = Gpu::open(gpu).and_then(|gpu| {
-        let (bytes, device) = (open.memory_bytes as usize, open.device);
-        let begin = Instant::now();
-        let memory = ImportedMemory::import(&gpu, fd.as_fd(), bytes, device)?;
-        eprintln!("{bytes} bytes imported in {:?}", begin.elapsed());
-        // What is not so is refused.
-        let other = ImportedMemory::import(&gpu, fd.as_fd(), bytes, [7; 16]).unwrap_err();
-        assert!(other.to_string().contains("the client names"), "{other}");
-        let larger = ImportedMemory::import(&gpu, fd.as_fd(), bytes + (2 << 20), device).unwrap_err();
-        assert!(larger.to_string().contains("cannot be mapped"), "{larger}");
-        let file = tempfile::tempfile().unwrap();
-        let file = ImportedMemory::import(&gpu, file.as_fd(), bytes, device).unwrap_err();
-        assert!(file.to_string().contains("not memory of a GPU"), "{file}");
-        Ok(memory)
-    });
-    let memory = match imported {
-        Ok(memory) => memory,
-        Err(error) => return refuse(error.to_string()),
+    let begin = Instant::now();
+    let Some(memory) = import(fd.as_fd(), open.memory_bytes as usize, gpu) else {
+        return socket::send(&client, frame::REFUSED, b"the memory cannot be mapped").unwrap();
     };
+    eprintln!("{} bytes imported in {:?}", open.memory_bytes, begin.elapsed());
     let control = ControlMemory::create(open.doorbells, 0).unwrap();
     socket::send(&client, frame::OPENED_CUDA, bytemuck::bytes_of(&control.opened(1, HIDDEN as u32))).unwrap();
     socket::send_region(&client, control.region()).unwrap();
@@ -109,17 +93,33 @@ fn stand_in() {
         payload.chunks(size_of::<PreparedCall>()).map(|record| socket::record(record).unwrap()).collect();
     let reply = PrepareReply { first: 0, count: calls.len() as u32 };
     socket::send(&client, frame::PREPARED, bytemuck::bytes_of(&reply)).unwrap();
-    serve(&client, &control, &memory, &calls, gpu);
+    serve(&client, &control, memory, &calls, gpu);
+}
+
+/// Maps the memory behind a descriptor for a GPU, as a rank does. It is never unmapped.
+fn import(fd: BorrowedFd<'_>, bytes: usize, gpu: u32) -> Option<u64> {
+    bind(gpu);
+    let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    let number = std::ptr::without_provenance_mut(fd.as_raw_fd().cast_unsigned() as usize);
+    let (mut handle, mut address) = (0, 0);
+    // SAFETY: integers are a valid descriptor.
+    let mut access: sys::CUmemAccessDesc = unsafe { std::mem::zeroed() };
+    access.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = gpu.cast_signed();
+    access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    // SAFETY: for this kind of handle the argument is the descriptor itself; the range of addresses is fresh.
+    unsafe {
+        let imported = sys::cuMemImportFromShareableHandle(&raw mut handle, number, kind);
+        (imported == CUresult::CUDA_SUCCESS).then_some(())?;
+        ok(sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0));
+        ok(sys::cuMemMap(address, bytes, 0, handle, 0));
+        ok(sys::cuMemSetAccess(address, bytes, &raw const access, 1));
+    }
+    Some(address)
 }
 
 /// Answers calls until the socket ends.
-fn serve(
-    client: &UnixStream,
-    control: &ControlMemory,
-    memory: &ImportedMemory,
-    calls: &[PreparedCall],
-    gpu: u32,
-) {
+fn serve(client: &UnixStream, control: &ControlMemory, memory: u64, calls: &[PreparedCall], gpu: u32) {
     bind(gpu);
     let stream = stream();
     let mut status = StatusRecord::zeroed();
@@ -138,7 +138,7 @@ fn serve(
             let bytes = ring.rows as usize * ROW_BYTES;
             // SAFETY: both places lie in the client's memory, which is mapped.
             unsafe {
-                let (to, from) = (memory.address() + call.output, memory.address() + call.rows);
+                let (to, from) = (memory + call.output, memory + call.rows);
                 ok(sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream));
                 ok(sys::cuStreamSynchronize(stream));
             }

@@ -123,9 +123,6 @@ impl GpuBench {
 }
 
 /// Measures these GPUs together in about a second, during which nothing else should use them.
-///
-/// # Errors
-/// [`CeilingError`].
 pub fn measure(gpus: &[u32]) -> Result<Ceilings, CeilingError> {
     let benches = gpus.iter().map(|&gpu| GpuBench::open(gpu)).collect::<Result<Vec<_>, _>>()?;
     let mut slowest = Ceilings {

@@ -51,9 +51,6 @@ pub struct Buffer<T: Plain> {
 
 impl<T: Plain> Buffer<T> {
     /// Allocates `len` zeros; at least one element is allocated, so that the address is never null.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
     pub fn zeroed(device: &Device, len: usize) -> Result<Buffer<T>, DeviceError> {
         device.bind()?;
         let bytes = len.max(1) * size_of::<T>();
@@ -65,9 +62,6 @@ impl<T: Plain> Buffer<T> {
     }
 
     /// Allocates a buffer and copies `values` to it.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<Buffer<T>, DeviceError> {
         let buffer = Buffer::zeroed(device, values.len())?;
         buffer.write(values)?;
@@ -93,9 +87,6 @@ impl<T: Plain> Buffer<T> {
     }
 
     /// Sets every byte to `byte`, and waits until that is done.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn fill_bytes(&self, byte: u8) -> Result<(), DeviceError> {
         self.device.bind()?;
         // SAFETY: the range is the allocation.
@@ -107,9 +98,6 @@ impl<T: Plain> Buffer<T> {
     }
 
     /// Copies `values` to the start of the buffer, and waits until that is done.
-    ///
-    /// # Errors
-    /// The driver's error.
     ///
     /// # Panics
     /// If there are more values than elements.
@@ -124,9 +112,6 @@ impl<T: Plain> Buffer<T> {
     }
 
     /// Copies the whole buffer to the host.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn read(&self) -> Result<Vec<T>, DeviceError> {
         let mut values = vec![T::default(); self.len];
         if self.len != 0 {
@@ -161,9 +146,6 @@ pub unsafe fn read_device(address: u64, bytes: &mut [u8]) -> Result<(), String> 
 
 /// Copies bytes to device memory at an address, and waits until that is done. No kernel is involved.
 ///
-/// # Errors
-/// The driver's error.
-///
 /// # Safety
 /// `address` must be writable device memory of the current context for the whole length, and nothing else may use it.
 pub unsafe fn write_device(address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -175,9 +157,6 @@ pub unsafe fn write_device(address: u64, bytes: &[u8]) -> Result<(), DeviceError
 }
 
 /// Sets bytes of device memory, and waits until that is done.
-///
-/// # Errors
-/// The driver's error.
 ///
 /// # Safety
 /// `address` must be writable device memory of the current context for the whole length, and nothing else may use it.

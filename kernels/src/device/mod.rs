@@ -11,7 +11,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute};
 use cudarc::driver::{CudaContext, result};
 
 pub use memory::{Buffer, Mailbox, Pinned, Plain, fill_device, read_device, write_device};
-pub use shareable::ShareableMemory;
+pub use shareable::{ShareableMemory, Unmapped};
 pub use stream::{Graph, Stream};
 
 /// Errors of the CUDA driver.
@@ -78,9 +78,6 @@ impl Device {
     }
 
     /// Makes the context current on the calling thread.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn bind(&self) -> Result<(), DeviceError> {
         check("cuCtxSetCurrent", self.context.bind_to_thread())
     }
@@ -92,34 +89,22 @@ impl Device {
     }
 
     /// The GPU's name.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn name(&self) -> Result<String, DeviceError> {
         check("cuDeviceGetName", self.context.name())
     }
 
     /// The GPU's UUID, or that of the part of a GPU.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn uuid(&self) -> Result<[u8; 16], DeviceError> {
         let uuid = check("cuDeviceGetUuid", self.context.uuid())?;
         Ok(uuid.bytes.map(i8::cast_unsigned))
     }
 
     /// Compute capability, as `(major, minor)`.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn capability(&self) -> Result<(i32, i32), DeviceError> {
         check("cuDeviceGetAttribute", self.context.compute_capability())
     }
 
     /// Number of streaming multiprocessors.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn multiprocessors(&self) -> Result<u32, DeviceError> {
         let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         check("cuDeviceGetAttribute", self.context.attribute(attribute))
@@ -127,31 +112,26 @@ impl Device {
     }
 
     /// Free and total bytes of device memory.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         check("cuMemGetInfo", self.context.mem_get_info())
     }
 
     /// Whether this GPU can load and store `other`'s memory.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn reaches(&self, other: &Device) -> Result<bool, DeviceError> {
+        Ok(self.ordinal() != other.ordinal() && self.reaches_number(other.ordinal().cast_signed())?)
+    }
+
+    /// Whether this GPU can load and store the memory of the GPU with number `other`.
+    pub fn reaches_number(&self, other: i32) -> Result<bool, DeviceError> {
+        let other = check("cuDeviceGet", result::device::get(other))?;
+        let own = self.context.cu_device();
         let mut can = 0;
         // SAFETY: both devices exist, and `can` is valid for writes.
-        let status = unsafe {
-            sys::cuDeviceCanAccessPeer(&raw mut can, self.context.cu_device(), other.context.cu_device())
-        };
-        check("cuDeviceCanAccessPeer", status.result())?;
-        Ok(can != 0)
+        let status = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own, other) };
+        Ok(own == other || check("cuDeviceCanAccessPeer", status.result()).map(|()| can != 0)?)
     }
 
     /// Lets this GPU's kernels load and store `other`'s memory; returns false if they cannot.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn map_peer(&self, other: &Device) -> Result<bool, DeviceError> {
         if !self.reaches(other)? {
             return Ok(false);
@@ -165,17 +145,11 @@ impl Device {
     }
 
     /// Waits until all work on the device has ended.
-    ///
-    /// # Errors
-    /// The first error of that work.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         check("cuCtxSynchronize", self.context.synchronize())
     }
 
     /// Creates a stream.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn stream(&self) -> Result<Stream, DeviceError> {
         self.bind()?;
         let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
@@ -183,10 +157,17 @@ impl Device {
     }
 }
 
+/// The UUID of the GPU with this number.
+pub fn uuid_of(number: i32) -> Result<[u8; 16], DeviceError> {
+    let device = check("cuDeviceGet", result::device::get(number))?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the argument is valid for writes.
+    let status = unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+    check("cuDeviceGetUuid", status.result())?;
+    Ok(uuid.bytes.map(i8::cast_unsigned))
+}
+
 /// Name and compute capability of a GPU, whose number is less than [`Device::count`]. Makes no context.
-///
-/// # Errors
-/// The driver's error.
 pub fn describe_device(ordinal: u32) -> Result<(String, (i32, i32)), DeviceError> {
     let device = check("cuDeviceGet", result::device::get(ordinal.cast_signed()))?;
     let attribute = |attribute| {

@@ -55,7 +55,7 @@ impl ShareableMemory {
         // SAFETY: both pointers are valid for the call, and the context is current.
         let status = unsafe { sys::cuMemCreate(&raw mut handle, bytes, &raw const properties, 0) };
         check("cuMemCreate", status.result())?;
-        Self::map(device, handle, bytes, CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+        Unmapped::new(device, handle).map(bytes)
     }
 
     /// Maps `bytes` bytes of memory that another process exported, for reading only.
@@ -63,37 +63,7 @@ impl ShareableMemory {
     /// # Errors
     /// If `fd` is no descriptor of device memory of this size, or the memory is another device's.
     pub fn import(device: &Device, fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, DeviceError> {
-        device.bind()?;
-        let mut handle = 0;
-        let number = fd.as_raw_fd() as usize as *mut std::ffi::c_void;
-        // SAFETY: `handle` is valid for writes; the driver takes the descriptor's number in the place of the pointer, and
-        // keeps no reference to the descriptor.
-        let status = unsafe { sys::cuMemImportFromShareableHandle(&raw mut handle, number, DESCRIPTOR) };
-        check("cuMemImportFromShareableHandle", status.result())?;
-        Self::map(device, handle, bytes, CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ)
-    }
-
-    /// Maps an allocation, whose handle the result owns.
-    fn map(
-        device: &Device,
-        handle: CUmemGenericAllocationHandle,
-        bytes: usize,
-        access: CUmemAccess_flags,
-    ) -> Result<Self, DeviceError> {
-        // Its drop undoes as much as was done: an address of 0 was not reserved.
-        let mut memory = ShareableMemory { address: 0, bytes, handle, device: device.clone() };
-        let mut address = 0;
-        // SAFETY: `address` is valid for writes.
-        let status = unsafe { sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0) };
-        check("cuMemAddressReserve", status.result())?;
-        memory.address = address;
-        // SAFETY: the range was just reserved; the driver checks that the allocation has these bytes.
-        check("cuMemMap", unsafe { sys::cuMemMap(address, bytes, 0, handle, 0) }.result())?;
-        let access = CUmemAccessDesc { location: location(device), flags: access };
-        // SAFETY: the range was just mapped, and one description is passed.
-        let status = unsafe { sys::cuMemSetAccess(address, bytes, &raw const access, 1) };
-        check("cuMemSetAccess", status.result())?;
-        Ok(memory)
+        Unmapped::import(device, fd)?.map_as(bytes, CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ)
     }
 
     /// A descriptor of the memory, which keeps it allocated. Only the process that allocated the memory can make one.
@@ -123,13 +93,75 @@ impl ShareableMemory {
     }
 }
 
+/// An allocation that this process holds and has not mapped.
+#[derive(Debug)]
+pub struct Unmapped(ShareableMemory);
+
+impl Unmapped {
+    fn new(device: &Device, handle: CUmemGenericAllocationHandle) -> Self {
+        // Its drop undoes as much as was done: an address of 0 was not reserved.
+        Unmapped(ShareableMemory { address: 0, bytes: 0, handle, device: device.clone() })
+    }
+
+    /// Takes hold of memory that another process exported.
+    ///
+    /// # Errors
+    /// If `fd` is no descriptor of memory that this process's GPUs can have.
+    pub fn import(device: &Device, fd: BorrowedFd<'_>) -> Result<Self, DeviceError> {
+        device.bind()?;
+        let mut handle = 0;
+        let number = ptr::without_provenance_mut(fd.as_raw_fd().cast_unsigned() as usize);
+        // SAFETY: `handle` is valid for writes; the driver takes the descriptor's number in the place of the pointer, and
+        // keeps no reference to the descriptor.
+        let status = unsafe { sys::cuMemImportFromShareableHandle(&raw mut handle, number, DESCRIPTOR) };
+        check("cuMemImportFromShareableHandle", status.result())?;
+        Ok(Unmapped::new(device, handle))
+    }
+
+    /// Number of the GPU whose memory it is; `None` for memory of the host.
+    pub fn owner(&self) -> Result<Option<i32>, DeviceError> {
+        // SAFETY: integers and null pointers are valid properties.
+        let mut found: CUmemAllocationProp = unsafe { std::mem::zeroed() };
+        // SAFETY: the handle is alive, and the argument is valid for writes.
+        let status = unsafe { sys::cuMemGetAllocationPropertiesFromHandle(&raw mut found, self.0.handle) };
+        check("cuMemGetAllocationPropertiesFromHandle", status.result())?;
+        let is_device = found.location.type_ == CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        Ok(is_device.then_some(found.location.id))
+    }
+
+    /// Maps all `bytes` bytes for reading and writing.
+    ///
+    /// # Errors
+    /// If the allocation has another size.
+    pub fn map(self, bytes: usize) -> Result<ShareableMemory, DeviceError> {
+        self.map_as(bytes, CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+    }
+
+    fn map_as(self, bytes: usize, access: CUmemAccess_flags) -> Result<ShareableMemory, DeviceError> {
+        let Unmapped(mut memory) = self;
+        memory.device.bind()?;
+        let mut address = 0;
+        // SAFETY: `address` is valid for writes.
+        let status = unsafe { sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0) };
+        check("cuMemAddressReserve", status.result())?;
+        (memory.address, memory.bytes) = (address, bytes);
+        // SAFETY: the range was just reserved; the driver checks that the allocation has these bytes.
+        check("cuMemMap", unsafe { sys::cuMemMap(address, bytes, 0, memory.handle, 0) }.result())?;
+        let access = CUmemAccessDesc { location: location(&memory.device), flags: access };
+        // SAFETY: the range was just mapped, and one description is passed.
+        let status = unsafe { sys::cuMemSetAccess(address, bytes, &raw const access, 1) };
+        check("cuMemSetAccess", status.result())?;
+        Ok(memory)
+    }
+}
+
 impl Drop for ShareableMemory {
     fn drop(&mut self) {
         if self.device.bind().is_err() {
             return;
         }
         if self.address != 0 {
-            // SAFETY: the range was reserved by `map`, and nothing uses it any more. Unmapping fails if mapping failed. Errors
+            // SAFETY: the range was reserved by `map_as`, and nothing uses it any more. Unmapping fails if mapping failed. Errors
             // cannot be handled here.
             unsafe {
                 let _ = sys::cuMemUnmap(self.address, self.bytes);

@@ -29,9 +29,6 @@ impl Stream {
     }
 
     /// Waits until all work on the stream has ended.
-    ///
-    /// # Errors
-    /// The first error of that work.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
@@ -83,18 +80,12 @@ unsafe impl Send for Graph {}
 
 impl Graph {
     /// Replays the graph on a stream.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn launch(&self, stream: &Stream) -> Result<(), DeviceError> {
         // SAFETY: graph and stream are alive.
         check("cuGraphLaunch", unsafe { result::graph::launch(self.raw, stream.raw) })
     }
 
     /// Uploads the graph to the device before its first replay.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub fn upload(&self, stream: &Stream) -> Result<(), DeviceError> {
         // SAFETY: graph and stream are alive.
         check("cuGraphUpload", unsafe { result::graph::upload(self.raw, stream.raw) })

@@ -50,7 +50,6 @@ impl AdminAddress {
     }
 
     /// The address that is connected to.
-    #[must_use]
     pub fn shown(&self) -> String {
         self.address.clone().unwrap_or_else(|| {
             let mut sockets = folders().map(|folder| folder.join(SOCKET));

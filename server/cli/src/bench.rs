@@ -33,38 +33,26 @@ use expertd_core::steps::{Service, StartError};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank_cuda as gpu;
-use expertd_types::rows;
-use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank};
+use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank, rows};
 
 /// Why a benchmark failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum BenchError {
-    /// The service could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
-    /// The ranks did not get ready.
     #[error("the ranks did not get ready: {0}")]
     NotReady(String),
-    /// A step was refused.
     #[error("a step was refused: {0}")]
     Submit(#[from] SubmitError),
-    /// A step failed.
     #[error("a step failed: {0}")]
     Step(#[from] StepError),
-    /// The service ended before it answered a step.
     #[error("the service ended during a step")]
     Gone,
-    /// The speed limits of the GPUs could not be measured.
     #[error("{0}")]
     Ceilings(String),
-    /// The JSON file could not be written.
     #[error("cannot write {}: {source}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    Write { path: PathBuf, source: std::io::Error },
 }
 
 /// Number of offsets in the pool of random elements at which the rows of a request can begin.
@@ -84,9 +72,6 @@ fn bytes_per_weight(info: &ModelInfo, held: u64) -> f64 {
 }
 
 /// Runs the benchmark.
-///
-/// # Errors
-/// [`BenchError`].
 pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     if args.ceilings {
         let gpus = match args.measured_gpus() {

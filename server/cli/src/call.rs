@@ -75,14 +75,12 @@ pub struct CallArgs {
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum CallError {
-    /// The golden file is not usable.
     #[error(transparent)]
     Golden(#[from] GoldenError),
-    /// The service cannot be reached, or refused the request.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The arguments contradict each other, the file or the model.
     #[error("{0}")]
     Usage(String),
 }
@@ -155,9 +153,6 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
 }
 
 /// Makes the call and prints the result; exit status 0 if the answer has the right size.
-///
-/// # Errors
-/// As [`call`].
 pub async fn run(args: CallArgs) -> Result<ExitCode, CallError> {
     let outcome = call(&args).await?;
     let expected = outcome.tokens * outcome.model.hidden as usize * outcome.dtype.size();
@@ -273,7 +268,6 @@ impl CallOutcome {
     }
 
     /// `(id, weight)` of every row, in the order that the service returned.
-    #[must_use]
     pub fn routing(&self) -> Vec<Vec<(i32, f32)>> {
         let receipt = self.receipt();
         let (ids, weights) = (rows::decode_i32(&receipt.topk_ids), rows::decode_f32(&receipt.topk_weights));

@@ -58,9 +58,6 @@ pub(super) fn in_words(found: &Ceilings) -> String {
 }
 
 /// Measures in a child process, so that this process opens no device.
-///
-/// # Errors
-/// The child's error.
 pub(super) fn in_child_process(gpus: &[u32]) -> Result<Ceilings, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);

@@ -19,29 +19,16 @@ pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
 
 /// Why a client command's call failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ClientError {
-    /// The connection could not be made.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// A file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// A file or a setting has content that cannot be used.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("{0}")]
     Content(String),
-    /// The service ended a call with an error.
     #[error("{call} failed: {}", describe(status))]
-    Call {
-        /// Name of the call.
-        call: String,
-        /// Status of the call.
-        status: Box<Status>,
-    },
+    Call { call: String, status: Box<Status> },
 }
 
 impl ClientError {
@@ -52,9 +39,6 @@ impl ClientError {
 }
 
 /// Reads a text file.
-///
-/// # Errors
-/// If it cannot be read.
 pub(crate) fn read(path: &Path) -> Result<String, ClientError> {
     std::fs::read_to_string(path).map_err(|source| ClientError::Read { path: path.to_owned(), source })
 }
@@ -70,9 +54,6 @@ pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClie
 /// Gets the description of a model (of the only one if `name` is empty) and raises the client's limit for answers to what
 /// the model's largest request needs. The client does not limit requests: the service's error for a large one is more
 /// precise.
-///
-/// # Errors
-/// If the call fails.
 pub async fn get_model(
     client: MoeClient<Channel>,
     name: &str,

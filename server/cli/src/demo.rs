@@ -66,26 +66,20 @@ pub struct DemoArgs {
 
 /// Why the demo failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum DemoError {
-    /// The folder for the checkpoint could not be made.
     #[error("cannot make a temporary folder: {0}")]
     Folder(std::io::Error),
-    /// The checkpoint could not be written.
     #[error(transparent)]
     Synth(#[from] SynthError),
-    /// The checkpoint could not be read back.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The service could not be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The service could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
-    /// The service did not get ready.
     #[error("the service did not get ready: {0}")]
     NotReady(String),
-    /// A call failed.
     #[error(transparent)]
     Client(#[from] ClientError),
 }

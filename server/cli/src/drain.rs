@@ -35,9 +35,6 @@ fn positive_seconds(text: &str) -> Result<f64, String> {
 }
 
 /// Drains a service.
-///
-/// # Errors
-/// If the service does not answer.
 pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
     let mut admin = args.admin.connect().await?;
     let timeout = args.timeout.map(Duration::from_secs_f64);
@@ -50,9 +47,6 @@ pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
 }
 
 /// Drains a service and prints the result; exit status 0 if every request was answered.
-///
-/// # Errors
-/// As [`drain`].
 pub async fn run(args: DrainArgs) -> Result<ExitCode, ClientError> {
     let DrainResponse { requests_dropped } = drain(&args).await?;
     if args.json {

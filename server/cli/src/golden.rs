@@ -13,41 +13,16 @@ use expertd_types::rows::{decode_f32, decode_i32};
 
 /// Why a golden file cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum GoldenError {
-    /// The file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// Not a safetensors file.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("{} is not a valid safetensors file: {source}", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// The parser's error.
-        source: safetensors::SafeTensorError,
-    },
-    /// A tensor is missing or has the wrong shape or element type.
+    Format { path: PathBuf, source: safetensors::SafeTensorError },
     #[error("{}: tensor {tensor}: expected {expected}, found {found}", path.display())]
-    Tensor {
-        /// The file.
-        path: PathBuf,
-        /// Name of the tensor.
-        tensor: String,
-        /// Expected property of the tensor.
-        expected: String,
-        /// Actual property of the tensor.
-        found: String,
-    },
-    /// The file has no recorded layer.
+    Tensor { path: PathBuf, tensor: String, expected: String, found: String },
     #[error("{} has no recorded layer: expected tensors layers.L.input and layers.L.output", path.display())]
-    Empty {
-        /// The file.
-        path: PathBuf,
-    },
+    Empty { path: PathBuf },
 }
 
 /// Routing of the recorded rows.

@@ -64,9 +64,6 @@ fn placement_in(path: &Path) -> Result<String, ClientError> {
 }
 
 /// Reloads the weights of a service and prints the result.
-///
-/// # Errors
-/// As [`reload`].
 pub async fn run(args: ReloadArgs) -> Result<ExitCode, ClientError> {
     let ReloadResponse { weight_version, weight_fingerprint, load_seconds, pause_seconds } =
         reload(&args).await?;

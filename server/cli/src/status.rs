@@ -43,9 +43,6 @@ fn interval(text: &str) -> Result<f64, String> {
 }
 
 /// Gets the state of a service.
-///
-/// # Errors
-/// If the service does not answer.
 pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError> {
     let mut admin = args.admin.connect().await?;
     match admin.get_status(GetStatusRequest {}).await {
@@ -55,9 +52,6 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
 }
 
 /// Gets the rows that experts have computed.
-///
-/// # Errors
-/// If the service does not answer.
 pub async fn expert_rows(address: &AdminAddress) -> Result<GetExpertRowsResponse, ClientError> {
     let mut admin = address.connect().await?;
     match admin.get_expert_rows(GetExpertRowsRequest {}).await {
@@ -80,9 +74,6 @@ fn rows_to_json(rows: &GetExpertRowsResponse) -> serde_json::Value {
 }
 
 /// Prints the state of a service; exit status 0 if requests are admitted.
-///
-/// # Errors
-/// As [`status`].
 pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
     if let Some(seconds) = args.watch {
         return watch(&args, Duration::from_secs_f64(seconds)).await;

@@ -57,21 +57,14 @@ pub struct VerifyArgs {
 
 /// Why a verification failed before rows were compared.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum VerifyError {
-    /// The golden file is not usable.
     #[error(transparent)]
     Golden(#[from] GoldenError),
-    /// The service cannot be reached, or refused a request.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The file does not match the service's model.
     #[error("the golden file does not fit the served model {model}: {reason}")]
-    Mismatch {
-        /// The served model.
-        model: String,
-        /// The difference.
-        reason: String,
-    },
+    Mismatch { model: String, reason: String },
 }
 
 /// Result of comparing one layer.
@@ -110,13 +103,11 @@ pub struct VerifyReport {
 
 impl VerifyReport {
     /// Whether every layer passed.
-    #[must_use]
     pub fn ok(&self) -> bool {
         !self.layers.is_empty() && self.layers.iter().all(|layer| layer.ok)
     }
 
     /// Largest relative L2 error of a row in all layers.
-    #[must_use]
     pub fn largest_error(&self) -> f64 {
         self.layers.iter().map(|layer| layer.largest_error).fold(0.0, f64::max)
     }
@@ -153,9 +144,6 @@ pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
 }
 
 /// Compares all layers and prints the report; exit status 0 if every layer passed.
-///
-/// # Errors
-/// As [`verify`].
 pub async fn run(args: VerifyArgs) -> Result<ExitCode, VerifyError> {
     let report = verify(&args).await?;
     if args.json {

@@ -3,27 +3,36 @@
 //! Closing a descriptor takes as long as its peer likes: a Unix-domain socket closes what was passed over it and not received, and a
 //! passed descriptor may be a socket that lingers or a file of a stopped file system. Freeing a GiB takes a large part of a second.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Weak};
 
 /// Drops `held` on a thread of its own; on this one if there can be no thread.
 pub fn drop_apart(held: impl Send + 'static) {
     drop_apart_then(held, || ());
 }
 
-/// As [`drop_apart`]; the thread, which is returned, then calls `then`.
-pub(crate) fn drop_apart_then(
-    held: impl Send + 'static,
-    then: impl FnOnce() + Send + 'static,
-) -> Option<JoinHandle<()>> {
-    let thread = std::thread::Builder::new().name("closer".to_owned());
+/// As [`drop_apart`]; the thread then calls `then`.
+pub(crate) fn drop_apart_then(held: impl Send + 'static, then: impl FnOnce() + Send + 'static) -> Dropping {
+    let (counted, thread) = (Arc::new(()), std::thread::Builder::new().name("closer".to_owned()));
+    let dropping = Dropping(Arc::downgrade(&counted));
     // A thread that cannot be started drops its function, and with it what it holds.
-    let closing = thread.spawn(move || {
+    let _ = thread.spawn(move || {
         drop(held);
+        drop(counted);
         then();
     });
-    closing.ok()
+    dropping
+}
+
+/// What is being dropped on a thread of its own.
+#[derive(Debug)]
+pub(crate) struct Dropping(Weak<()>);
+
+impl Dropping {
+    /// Whether it has been dropped.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.strong_count() == 0
+    }
 }
 
 /// Counts what is being dropped apart, so that there is a bound on it.
@@ -35,7 +44,6 @@ impl Closing {
     const MOST: usize = 64;
 
     /// Whether another client may be turned away now. Until then a listener accepts none.
-    #[must_use]
     pub fn has_room(&self) -> bool {
         self.0.load(Ordering::Acquire) < Self::MOST
     }
@@ -62,27 +70,14 @@ impl Drop for Closed {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::io::Write as _;
-    use std::net::{TcpListener, TcpStream};
-    use std::os::fd::{AsFd as _, OwnedFd};
+    use std::os::fd::AsFd as _;
     use std::os::unix::net::UnixStream;
     use std::time::{Duration, Instant};
 
     use expertd_shm::descriptors::send_fds;
+    use expertd_test_seed::lingering;
 
     use super::*;
-
-    /// A socket that lingers over bytes that its peer does not read.
-    fn lingering() -> (OwnedFd, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let peer = listener.accept().unwrap().0;
-        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(5))).unwrap();
-        socket.set_nonblocking(true).unwrap();
-        while (&socket).write(&[0; 1 << 16]).is_ok() {}
-        socket.set_nonblocking(false).unwrap();
-        (socket.into(), peer)
-    }
 
     #[test]
     fn a_socket_whose_close_blocks_is_closed_by_another_thread_and_counted() {

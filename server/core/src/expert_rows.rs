@@ -56,14 +56,12 @@ impl ExpertRows {
     }
 
     /// The largest imbalance of any layer and that layer; `None` if no layer has rows.
-    #[must_use]
     pub fn largest_imbalance(&self) -> Option<(LayerId, f64)> {
         let layers = self.layers.iter().filter_map(|layer| Some((layer.layer, layer.imbalance()?)));
         layers.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     /// The mean imbalance of the layers that have rows, weighted by their rows; `None` if none has.
-    #[must_use]
     pub fn mean_imbalance(&self) -> Option<f64> {
         let rows = |layer: &LayerRows| layer.of_ranks().iter().sum::<u64>() as f64;
         let total: f64 = self.layers.iter().map(rows).sum();
@@ -74,20 +72,17 @@ impl ExpertRows {
 
 impl LayerRows {
     /// `[experts]`: rows of each expert, all ranks together.
-    #[must_use]
     pub fn of_experts(&self) -> Vec<u64> {
         let experts = self.ranks.first().map_or(0, Vec::len);
         (0..experts).map(|expert| self.ranks.iter().map(|rank| rank[expert]).sum()).collect()
     }
 
     /// `[ranks]`: rows of each rank.
-    #[must_use]
     pub fn of_ranks(&self) -> Vec<u64> {
         self.ranks.iter().map(|rank| rank.iter().sum()).collect()
     }
 
     /// Rows of the rank with the most, divided by the mean over ranks; `None` without rows.
-    #[must_use]
     pub fn imbalance(&self) -> Option<f64> {
         imbalance(&self.of_ranks())
     }

@@ -103,7 +103,6 @@ impl Failure {
     }
 
     /// The reason in the ErrorInfo.
-    #[must_use]
     pub const fn reason(&self) -> &'static str {
         self.code_and_reason().1
     }
@@ -135,7 +134,6 @@ impl Failure {
     }
 
     /// The invalid fields.
-    #[must_use]
     pub fn violations(&self) -> &[Violation] {
         match self {
             Failure::Invalid { violations } => violations,
@@ -144,7 +142,6 @@ impl Failure {
     }
 
     /// The message for the caller: one short line without paths and process ids.
-    #[must_use]
     pub fn message(&self) -> String {
         one_line(&match self {
             // These reasons come from the cluster, whose texts are for operators.
@@ -154,7 +151,6 @@ impl Failure {
     }
 
     /// When a retry can succeed, if one can.
-    #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::NoRoom | Failure::TooManyConnections { .. } => Some(RETRY_WITHOUT_ROOM),

@@ -17,7 +17,7 @@ use tokio::sync::{oneshot, watch};
 
 use crate::access::tokens;
 use crate::service::call::deadline;
-use crate::service::validate::validate;
+use crate::service::forward::validate;
 use crate::status::status_of;
 
 /// Decodes and validates a `ForwardRequest`.

@@ -5,7 +5,7 @@
 //! * `transport`: connections (limits, keep-alive), and `layers`, which every call passes (credentials, deadline, charges).
 //! * `bytes`: what messages are charged, and the progress of connections.
 //! * `status`: a failure as a gRPC status.
-//! * `service`: the services themselves; `validate` turns a message into a request for the step loop.
+//! * `service`: the services themselves.
 //! * `metrics_port`: metrics, probes and the status page over HTTP.
 //!
 //! `docs/api.md` is the page for callers.

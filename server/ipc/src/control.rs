@@ -235,9 +235,6 @@ pub enum FromRank {
 }
 
 /// Writes one message.
-///
-/// # Errors
-/// If the peer is gone.
 pub fn send<M: Serialize>(mut socket: &UnixStream, message: &M) -> io::Result<()> {
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
@@ -245,9 +242,6 @@ pub fn send<M: Serialize>(mut socket: &UnixStream, message: &M) -> io::Result<()
 }
 
 /// Writes as much of a message as the socket takes without waiting. Returns the rest, which must follow before any other message.
-///
-/// # Errors
-/// If the peer is gone.
 pub fn send_some<M: Serialize>(socket: &UnixStream, message: &M) -> io::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');

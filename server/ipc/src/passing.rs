@@ -1,23 +1,16 @@
 //! Control messages that carry descriptors: a JSON line whose first byte brings them.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write as _};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::io::{self, Read, Write as _};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
-};
+use expertd_shm::descriptors::{receive_with, send_with};
 use serde::Serialize;
-
-/// Descriptors of one message.
-const MAX_FDS: usize = 4;
 
 /// Writes one message with descriptors.
 ///
 /// # Errors
-/// If the peer is gone, or there are more than 4 descriptors.
+/// If the peer is gone, or there are too many descriptors.
 pub fn send_with_fds<M: Serialize>(
     mut socket: &UnixStream,
     message: &M,
@@ -25,15 +18,7 @@ pub fn send_with_fds<M: Serialize>(
 ) -> io::Result<()> {
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        let problem =
-            format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
-        return Err(io::Error::other(problem));
-    }
-    let sent =
-        rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(&line)], &mut control, SendFlags::NOSIGNAL)?;
+    let sent = send_with(socket, &line, fds)?;
     socket.write_all(&line[sent..])
 }
 
@@ -89,20 +74,7 @@ impl FdReader {
 
 impl Read for FdReader {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = rustix::net::recvmsg(
-            self.socket.as_fd(),
-            &mut [IoSliceMut::new(bytes)],
-            &mut control,
-            RecvFlags::CMSG_CLOEXEC,
-        )?;
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
-            }
-        }
-        Ok(received.bytes)
+        receive_with(&self.socket, bytes, &mut self.fds)
     }
 }
 
@@ -110,6 +82,7 @@ impl Read for FdReader {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::io::BufReader;
+    use std::os::fd::AsFd as _;
 
     use super::*;
     use crate::control::{receive, send};

@@ -48,9 +48,6 @@ pub struct RowCounts {
 
 impl RowCounts {
     /// Makes a table of zeros.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn create(shape: RowCountsShape) -> Result<Self, RegionError> {
         let (bytes, offsets) = Self::layout(&shape)?;
         Self::over(shape, SharedRegion::create("expertd-row-counts", bytes)?, &offsets)
@@ -97,7 +94,6 @@ impl RowCounts {
     ///
     /// # Panics
     /// If there is no such rank or layer.
-    #[must_use]
     pub fn of(&self, rank: Rank, layer: usize) -> &[AtomicU64] {
         let experts = self.shape.experts as usize;
         &self.parts[rank.index()].atomics()[layer * experts..][..experts]
@@ -115,7 +111,6 @@ impl RowCounts {
     ///
     /// # Panics
     /// If there is no such layer, or fewer experts.
-    #[must_use]
     pub fn layer(&self, layer: usize, experts: usize) -> Vec<Vec<u64>> {
         let read = |cells: &[AtomicU64]| cells.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
         (0..self.shape.ranks).map(|rank| read(&self.of(Rank(rank), layer)[..experts])).collect()

@@ -24,28 +24,14 @@ const POPULATE_BYTES: usize = 16 << 20;
 
 /// Why sealed memory could not be made or mapped.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum SealedError {
-    /// A system call failed.
     #[error("cannot {what} the memory for {name}: {source}")]
-    System {
-        /// The operation that failed, in words.
-        what: String,
-        /// Name of the memory.
-        name: String,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The memory could still change.
+    System { what: String, name: String, source: io::Error },
     #[error(
         "memory that another process passed on is not sealed against changes (found seals {found:#x}, expected {expected:#x})"
     )]
-    Unsealed {
-        /// The seals that are set.
-        found: u32,
-        /// The seals that are needed.
-        expected: u32,
-    },
-    /// The memory has no bytes.
+    Unsealed { found: u32, expected: u32 },
     #[error("memory that another process passed on is empty")]
     Empty,
 }
@@ -95,13 +81,11 @@ impl SealedWriter {
     }
 
     /// Bytes up to the end of the last write.
-    #[must_use]
     pub const fn len(&self) -> u64 {
         self.len
     }
 
     /// Whether nothing was written.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -107,13 +107,11 @@ impl Checkpoint {
     }
 
     /// The directory of the checkpoint.
-    #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
     /// The description of the model.
-    #[must_use]
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
@@ -142,9 +140,6 @@ impl Checkpoint {
     }
 
     /// Checks that no file was written to since it was opened. What was read before is then what the fingerprint covers.
-    ///
-    /// # Errors
-    /// [`ModelError::Written`].
     pub fn check_unchanged(&self) -> Result<(), ModelError> {
         self.store.check_unchanged()
     }
@@ -168,7 +163,6 @@ impl Checkpoint {
     }
 
     /// Size of all experts of the layers that are held, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         let of = |moe: &MoeLayer| {
             moe.experts.count as u64 * moe.experts.bytes + moe.shared.as_ref().map_or(0, |s| s.bytes)
@@ -241,7 +235,6 @@ impl Checkpoint {
 
     /// Size of one routed expert of a layer in the checkpoint, scales and biases included, in bytes; 0 for a layer
     /// without experts.
-    #[must_use]
     pub fn expert_bytes(&self, layer: LayerId) -> u64 {
         self.spec.layer(layer).map_or(0, |moe| moe.experts.bytes)
     }

@@ -13,21 +13,18 @@ impl MatrixView<'_> {
     ///
     /// # Panics
     /// If [`check`](Self::check) fails on this view.
-    #[must_use]
     pub fn bits<const N: usize>(&self, row: usize, col: usize) -> [u8; N] {
         let at = self.element(row, col) * N;
         *self.data[at..].first_chunk().expect("MatrixView::check covers all elements")
     }
 
     /// The four bits of an element of MXFP4, NVFP4 or INT4.
-    #[must_use]
     pub fn nibble(&self, row: usize, col: usize) -> u8 {
         let at = self.element(row, col);
         self.data[at / 2] >> (at % 2 * 4) & 15
     }
 
     /// The multiplier of an element, with the factor of its matrix; 1 if the matrix has no scales.
-    #[must_use]
     pub fn scale(&self, row: usize, col: usize) -> f32 {
         match &self.scales {
             Scales::None => 1.0,
@@ -40,7 +37,6 @@ impl MatrixView<'_> {
     }
 
     /// The E8M0 exponent of an element of MXFP4 or MXFP8.
-    #[must_use]
     pub fn exponent(&self, row: usize, col: usize) -> u8 {
         match &self.scales {
             Scales::Mx { exponents, row_stride } => exponents[row * row_stride + col / 32],
@@ -49,7 +45,6 @@ impl MatrixView<'_> {
     }
 
     /// The zero point of an INT4 element.
-    #[must_use]
     pub fn zero_point(&self, row: usize, col: usize) -> u8 {
         match &self.scales {
             Scales::Groups(scales) => scales.zero_point(row, col / scales.cols),
@@ -58,7 +53,6 @@ impl MatrixView<'_> {
     }
 
     /// The value of element `(row, col)`, scaled.
-    #[must_use]
     pub fn value(&self, row: usize, col: usize) -> f32 {
         match self.format {
             WeightFormat::F32 => f32::from_le_bytes(self.bits(row, col)),
@@ -83,7 +77,6 @@ impl GroupScales<'_> {
     ///
     /// # Panics
     /// If [`MatrixView::check`] fails on the matrix of these scales.
-    #[must_use]
     pub fn scale(&self, row: usize, group: usize) -> f32 {
         let at = (row * self.row_stride + group * self.group_stride) * self.format.bytes();
         let bytes = &self.data[at..];
@@ -101,7 +94,6 @@ impl GroupScales<'_> {
     ///
     /// # Panics
     /// If [`MatrixView::check`] fails on the matrix of these scales.
-    #[must_use]
     pub fn zero_point(&self, row: usize, group: usize) -> u8 {
         let Some(zeros) = &self.zeros else { return INT4_ZERO };
         let at = zeros.packing.index(row, group, zeros.row_stride, zeros.group_stride);

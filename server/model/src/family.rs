@@ -240,7 +240,6 @@ pub(super) const COMMONLY_IGNORED: &[&str] = &[
 
 impl Family {
     /// Config fields that this family's description reads.
-    #[must_use]
     pub fn uses(&self) -> Vec<&'static str> {
         let mut fields = vec!["model_type", "hidden_size", "num_hidden_layers", "quantization_config"];
         fields.extend(self.experts.iter().chain(self.top_k).chain(self.width));
@@ -289,7 +288,6 @@ impl Family {
     }
 
     /// Config fields that this family ignores on purpose.
-    #[must_use]
     pub fn ignores(&self) -> Vec<&'static str> {
         let uses = self.uses();
         let all = COMMONLY_IGNORED.iter().chain(self.ignored).copied();

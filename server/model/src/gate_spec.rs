@@ -110,13 +110,11 @@ pub enum Normalise {
 
 impl GateSpec {
     /// Whether requests for this layer must carry token ids.
-    #[must_use]
     pub const fn needs_token_ids(&self) -> bool {
         matches!(self.choice, Choice::TokenIds { .. })
     }
 
     /// Number of rows of the token table, for layers that route by token id.
-    #[must_use]
     pub const fn vocab(&self) -> Option<usize> {
         match self.choice {
             Choice::TokenIds { vocab } => Some(vocab),
@@ -125,7 +123,6 @@ impl GateSpec {
     }
 
     /// The routing function in words.
-    #[must_use]
     pub fn describe(&self) -> String {
         let (k, e) = (self.top_k, self.num_experts);
         let mut words = match self.scores {

@@ -2,11 +2,10 @@
 
 use safetensors::Dtype;
 
-use super::ModelError;
 use super::plan::{BlockScales, MatrixRef, ScalesRef};
 use super::quant::Quantization;
-use super::quantised;
 use super::store::{Store, TensorId};
+use super::{ModelError, quantised};
 use crate::WeightFormat;
 
 const PLAIN_TYPES: &str = "BF16, F16 or F32";

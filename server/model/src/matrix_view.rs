@@ -82,60 +82,25 @@ pub struct MatrixView<'a> {
 
 /// An inconsistency of a [`MatrixView`].
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum MatrixError {
-    /// The matrix has no rows or no columns.
     #[error("a weight matrix of {rows} rows and {cols} columns is empty")]
-    Empty {
-        /// Output features.
-        rows: usize,
-        /// Input features.
-        cols: usize,
-    },
-    /// The data end before the last element.
+    Empty { rows: usize, cols: usize },
     #[error("weights [{rows}, {cols}] in {format:?} need {needed} bytes, but {found} were given")]
-    TooShort {
-        /// Output features.
-        rows: usize,
-        /// Input features.
-        cols: usize,
-        /// Format of the elements.
-        format: WeightFormat,
-        /// Bytes up to the end of the last element.
-        needed: usize,
-        /// Bytes given.
-        found: usize,
-    },
-    /// The scales do not fit the format.
+    TooShort { rows: usize, cols: usize, format: WeightFormat, needed: usize, found: usize },
     #[error("{format:?} weights cannot have {found}")]
-    WrongScales {
-        /// Format of the elements.
-        format: WeightFormat,
-        /// What was given, in words.
-        found: &'static str,
-    },
-    /// The number of scales differs from the number of blocks.
+    WrongScales { format: WeightFormat, found: &'static str },
     #[error("weights [{rows}, {cols}] need {needed} scales, but {found} were given")]
-    ScaleCount {
-        /// Output features.
-        rows: usize,
-        /// Input features.
-        cols: usize,
-        /// Blocks of the matrix.
-        needed: usize,
-        /// Scales given.
-        found: usize,
-    },
+    ScaleCount { rows: usize, cols: usize, needed: usize, found: usize },
     /// The elements of a row are not contiguous, which the format demands.
     #[error("{0:?} weights must be contiguous along a row, but the column stride is {1}")]
     Strided(WeightFormat, usize),
-    /// The elements have an order that the format does not allow.
     #[error("{0:?} weights cannot be packed in {1:?}")]
     Packing(WeightFormat, Packing),
 }
 
 impl MatrixView<'_> {
     /// Whether an FP8 matrix holds a NaN code.
-    #[must_use]
     pub fn has_fp8_nan(&self) -> bool {
         (0..self.rows).any(|row| {
             if self.col_stride == 1 {

@@ -150,9 +150,6 @@ impl MlpPlan {
     }
 
     /// Checks what headers do not show.
-    ///
-    /// # Errors
-    /// [`ModelError::Contents`].
     pub(super) fn check_contents(&self, store: &Store) -> Result<(), ModelError> {
         [&self.gate, &self.up, &self.down].into_iter().try_for_each(|matrix| matrix.check_contents(store))
     }

@@ -95,7 +95,6 @@ pub const FP8_ROW_GROUP: usize = 128;
 impl ExpertsSpec {
     /// Whether these experts multiply rows in FP8: `products` asks for it, and their matrices are stored in MXFP4, or in FP8 whose
     /// scales do not change within the columns of a group of such a row.
-    #[must_use]
     pub const fn take_fp8_rows(&self, products: Fp8Products) -> bool {
         take_fp8_rows(self.format, self.scale_cols, products)
     }
@@ -103,7 +102,6 @@ impl ExpertsSpec {
 
 impl SharedSpec {
     /// See [`ExpertsSpec::take_fp8_rows`].
-    #[must_use]
     pub const fn take_fp8_rows(&self, products: Fp8Products) -> bool {
         self.other_formats.is_empty() && take_fp8_rows(self.format, self.scale_cols, products)
     }
@@ -149,13 +147,11 @@ impl ModelSpec {
     }
 
     /// The largest `top_k` of all layers.
-    #[must_use]
     pub fn max_top_k(&self) -> usize {
         self.moe_layers().map(|(_, moe)| moe.gate.top_k).max().unwrap_or(0)
     }
 
     /// The largest number of experts of all layers.
-    #[must_use]
     pub fn max_experts(&self) -> usize {
         self.moe_layers().map(|(_, moe)| moe.experts.count).max().unwrap_or(0)
     }

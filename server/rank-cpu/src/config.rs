@@ -38,51 +38,29 @@ pub struct EpConfig {
 
 /// An invalid field of [`EpConfig`], with the values that are valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ConfigError {
-    /// `ranks` is out of range.
     #[error("ranks is {0}, expected 1 to {MAX_RANKS}")]
     Ranks(usize),
-    /// `rank` is not less than `ranks`.
     #[error("rank is {rank}, expected less than ranks, which is {ranks}")]
-    Rank {
-        /// The rank.
-        rank: Rank,
-        /// Number of ranks in the group.
-        ranks: usize,
-    },
-    /// `hidden` is zero.
+    Rank { rank: Rank, ranks: usize },
     #[error("hidden is 0, expected the number of elements of a token row")]
     Hidden,
-    /// `max_top_k` is out of range.
     #[error("max_top_k is {0}, expected 1 to {MAX_TOP_K}")]
     TopK(usize),
-    /// `max_tokens_per_rank` is out of range.
     #[error("max_tokens_per_rank is {0}, expected 1 to 2^31 - 1")]
     Tokens(usize),
-    /// `slots` is out of range.
     #[error("slots is {0}, expected 2 to {MAX_SLOTS}: with one slot, copies cannot overlap compute")]
     Slots(usize),
-    /// `generation` is too large.
     #[error("generation is {0}, expected less than 2^24: flags have 24 bits for it")]
     Generation(Generation),
-    /// `wait_deadline` is zero.
     #[error("wait_deadline is zero, expected the time that the slowest peer may take for a step")]
     WaitDeadline,
-    /// All windows together exceed the address space.
     #[error(
         "windows for {ranks} ranks, {slots} slots, max_tokens_per_rank = {max_tokens_per_rank} and hidden = {hidden} \
          exceed the address space: lower max_tokens_per_rank"
     )]
-    TooLarge {
-        /// Number of ranks in the group.
-        ranks: usize,
-        /// Number of slots.
-        slots: usize,
-        /// Largest number of tokens per rank.
-        max_tokens_per_rank: usize,
-        /// Elements of a row.
-        hidden: usize,
-    },
+    TooLarge { ranks: usize, slots: usize, max_tokens_per_rank: usize, hidden: usize },
 }
 
 impl EpConfig {

@@ -138,13 +138,11 @@ impl CpuEngine {
     }
 
     /// Size of the weights that this rank holds, in bytes.
-    #[must_use]
     pub(crate) const fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
     /// Human-readable description of the device.
-    #[must_use]
     pub(crate) fn device(&self) -> String {
         format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }

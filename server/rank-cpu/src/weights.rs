@@ -35,37 +35,20 @@ const PART_BYTES: u64 = 320;
 
 /// Why a rank's weights could not be packed or mapped.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum WeightsError {
-    /// The checkpoint cannot be read.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// An expert cannot be packed.
     #[error("layer {layer}, {which}: {source}")]
-    Expert {
-        /// The expert's layer.
-        layer: LayerId,
-        /// Name of the expert.
-        which: String,
-        /// The reason.
-        source: ExpertError,
-    },
-    /// The memory cannot be made, written or mapped.
+    Expert { layer: LayerId, which: String, source: ExpertError },
     #[error(transparent)]
     Memory(#[from] SealedError),
-    /// Threads cannot be started.
     #[error("cannot start the threads that pack weights: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
-    /// A matrix in the memory does not fit its description.
     #[error("packed weights: {0}")]
     Stored(#[from] StoredError),
-    /// The memory holds something else.
     #[error("packed weights: expected {expected}, found {found}")]
-    Contents {
-        /// What was expected.
-        expected: String,
-        /// What was found.
-        found: String,
-    },
+    Contents { expected: String, found: String },
 }
 
 /// The shared experts of a layer, packed as one MLP.

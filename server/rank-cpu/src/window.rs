@@ -86,38 +86,18 @@ pub(crate) struct AreaHeader {
 
 /// Why a rank cannot attach to windows.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum AttachError {
-    /// The memory could not be mapped.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// Creator and rank were configured differently.
     #[error("the windows were created with {field} = {found}, this rank expects {expected}")]
-    Shape {
-        /// Name of the number that differs.
-        field: &'static str,
-        /// This rank's value.
-        expected: u64,
-        /// The creator's value.
-        found: u64,
-    },
-    /// Another process has claimed the rank's window.
+    Shape { field: &'static str, expected: u64, found: u64 },
     #[error(
         "rank {rank}'s window of generation {generation} has been claimed before; windows are never reused"
     )]
-    Claimed {
-        /// The rank.
-        rank: Rank,
-        /// The windows' generation.
-        generation: Generation,
-    },
-    /// No such rank.
+    Claimed { rank: Rank, generation: Generation },
     #[error("rank {rank} is not one of {ranks} ranks")]
-    Rank {
-        /// The rank.
-        rank: Rank,
-        /// Ranks of the group.
-        ranks: usize,
-    },
+    Rank { rank: Rank, ranks: usize },
 }
 
 const MAGIC: u64 = u64::from_le_bytes(*b"expertd1");
@@ -181,13 +161,11 @@ impl WindowLayout {
     }
 
     /// Bytes of one window.
-    #[must_use]
     pub const fn window_bytes(&self) -> usize {
         self.bytes
     }
 
     /// Bytes of the region, which holds one window per rank.
-    #[must_use]
     pub const fn region_bytes(&self) -> usize {
         self.bytes * self.shape.ranks
     }

@@ -33,27 +33,19 @@ pub struct StepReport {
 
 /// Why a rank's part of a step failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StepFault {
-    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// The step's layer has no MoE block.
     #[error("layer {0} of this model has no MoE block")]
     Layer(u32),
-    /// The step's slot is occupied by another step.
     #[error("the router sent a step for slot {0}, which another step occupies")]
     SlotInUse(u32),
     /// The engine failed: its exchange with the peers, its gate or its device.
     #[error("{0}")]
     Engine(String),
-    /// A segment exceeds the step or its staging.
     #[error("segment {index} of the step is invalid: {what}")]
-    Segment {
-        /// Index of the segment.
-        index: usize,
-        /// The reason why it is invalid.
-        what: String,
-    },
+    Segment { index: usize, what: String },
 }
 
 impl StepFault {
@@ -95,7 +87,7 @@ pub trait StepEngine {
     /// Makes a client's memory usable: segments of later steps may name it. No step is running.
     ///
     /// # Errors
-    /// Why it cannot be used. The router then copies the client's rows.
+    /// Why it cannot be used. The session is then refused.
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
         let _ = (memory, client);
         Err("these ranks do not map the memory of clients".to_owned())
@@ -128,7 +120,6 @@ impl PhaseClock {
     }
 
     /// Duration of each of [`Phase::ALL`] up to now.
-    #[must_use]
     pub const fn phases(&self) -> [Duration; Phase::ALL.len()] {
         self.phases
     }

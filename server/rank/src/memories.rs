@@ -58,13 +58,11 @@ impl HostMemories {
     }
 
     /// The bytes of an attached memory.
-    #[must_use]
     pub fn get(&self, memory: MemoryId) -> Option<&SharedSlice<u8>> {
         self.mapped.get(&memory)
     }
 
     /// Size of an attached memory, in bytes.
-    #[must_use]
     pub fn size(&self, memory: MemoryId) -> Option<usize> {
         self.get(memory).map(SharedSlice::len)
     }

@@ -20,8 +20,8 @@ use expertd_types::{DeviceUsage, MemoryId, Rank};
 
 /// Why a rank's process ended.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum RankExit {
-    /// The control socket failed.
     #[error("control socket: {0}")]
     Control(#[from] io::Error),
     /// The router of this rank is gone, or the process was not started by one.
@@ -30,10 +30,8 @@ pub enum RankExit {
     /// A failure that was reported to the router before the process exits.
     #[error("{0}")]
     Reported(String),
-    /// A step failed, which was reported to the router.
     #[error("step failed: {0}")]
     Step(#[from] StepFault),
-    /// The channel to the router is broken.
     #[error(transparent)]
     Channel(#[from] expertd_ipc::ChannelError),
 }

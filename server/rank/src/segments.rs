@@ -39,9 +39,6 @@ pub enum RowsPlace {
 impl CheckedSegment {
     /// Checks all segments of a step that has `tokens` rows of `hidden` elements in `staged_bytes` bytes of staging and in
     /// attached memories, whose sizes in bytes `memory_size` returns.
-    ///
-    /// # Errors
-    /// [`StepFault::Segment`].
     pub fn all(
         segments: &[Segment],
         tokens: usize,
@@ -109,7 +106,6 @@ impl CheckedSegment {
     }
 
     /// End of the segment's bytes in staging; 0 if they are in an attached memory.
-    #[must_use]
     pub const fn staged_end(&self) -> usize {
         match &self.place {
             RowsPlace::Staging(bytes) => bytes.end,

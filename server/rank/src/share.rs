@@ -29,7 +29,6 @@ impl ExpertShare {
     }
 
     /// Whether the share follows from a placement.
-    #[must_use]
     pub const fn has_placement(&self) -> bool {
         self.placement.is_some()
     }
@@ -42,7 +41,6 @@ impl ExpertShare {
     }
 
     /// The experts of a layer that this rank owns, ascending.
-    #[must_use]
     pub fn experts(&self, layer: LayerId, moe: &MoeLayer) -> Vec<u32> {
         self.layer(layer, moe).experts_of(self.rank).to_vec()
     }

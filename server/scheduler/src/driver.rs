@@ -25,6 +25,8 @@ pub struct Driver<R: Ranks> {
     group: Option<(Generation, WeightVersion)>,
     /// A generation whose ranks are ready, while they attach the memories of sessions that were open then.
     ready: Option<(Generation, WeightVersion)>,
+    /// Whether the ranks are being ended.
+    is_ending: bool,
     /// Steps in flight, and the memory of each of their segments whose rows ranks access in place.
     launched: VecDeque<(StepId, Vec<MemoryId>)>,
     /// The newest step whose end of the experts phase the step loop was told.
@@ -46,6 +48,7 @@ impl<R: Ranks> Driver<R> {
             weights: Weights::new(version, source),
             group: None,
             ready: None,
+            is_ending: false,
             launched: VecDeque::new(),
             experts_ended: None,
             ordered: ranks.now(),
@@ -83,6 +86,7 @@ impl<R: Ranks> Driver<R> {
                 return Some(end);
             }
         }
+        self.hear_end();
         self.hear_loaders();
         self.hear_ranks();
         self.order_memories();

@@ -189,19 +189,16 @@ impl<P> Inbox<P> {
     }
 
     /// Number of admitted rows that are not in a step. Rows that entered a step since the last exchange are still counted.
-    #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.incoming_tokens + self.waiting_tokens
     }
 
     /// Whether the step loop has anything to take out.
-    #[must_use]
     pub const fn has_mail(&self) -> bool {
         self.has_mail
     }
 
     /// Rows of the requests that the step loop has not taken out yet.
-    #[must_use]
     pub const fn incoming_tokens(&self) -> usize {
         self.incoming_tokens
     }
@@ -226,7 +223,6 @@ pub(crate) struct View {
 
 impl<P> Delivery<P> {
     /// Rows of the delivered requests.
-    #[must_use]
     pub fn tokens(&self) -> usize {
         self.0.iter().map(|mail| mail.submission.tokens).sum()
     }

@@ -49,6 +49,8 @@ pub struct Submission {
     pub deadline: Option<Time>,
     /// The only version of the weights that may compute the answer.
     pub expected_version: Option<WeightVersion>,
+    /// Whether ranks read its rows and write its answer in memory that the caller lends.
+    pub in_place: bool,
 }
 
 /// The record of how an answer was computed.

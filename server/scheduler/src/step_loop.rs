@@ -20,7 +20,7 @@ use crate::hash::KeyMap;
 use crate::queue::FairQueue;
 use crate::recovery::Recovery;
 use crate::throughput::Throughput;
-use crate::{ClientKey, Failure, RequestKey, StepKind, Time};
+use crate::{ClientKey, Failure, Fault, RequestKey, StepKind, Time};
 
 /// Waiting requests are checked for deadlines and for callers that left at least this often.
 pub const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
@@ -46,6 +46,8 @@ struct Request {
     steps: Vec<StepId>,
     /// Number of complete rows per rank.
     tokens_per_rank: Vec<u32>,
+    /// Whether ranks use memory that the caller lends.
+    in_place: bool,
     /// Why the request ends without an answer once no step in flight names it. Its waiting rows have left the queue.
     withdrawn: Option<Failure>,
 }
@@ -71,6 +73,17 @@ struct GroupLife {
     steps_launched: u64,
 }
 
+/// Why the ranks of a generation are being ended.
+#[derive(Clone, Debug)]
+enum Leaving {
+    /// It had this fault.
+    Fault(Fault),
+    /// The next one serves other weights.
+    Replaced,
+    /// The drain's deadline passed.
+    Drained,
+}
+
 /// The step loop as a state machine. The crate's documentation and `docs/step-loop.md` describe its use.
 #[derive(Clone, Debug)]
 pub struct StepLoop {
@@ -84,7 +97,10 @@ pub struct StepLoop {
     /// Number of rows of suspects that are not in a step.
     suspect_tokens: usize,
     in_flight: VecDeque<Step>,
+    /// The generation that forms, runs, or whose ranks are being ended.
     group: Option<GroupLife>,
+    /// Set while ranks are being ended. Steps in flight then have no answer yet, and may still get one.
+    leaving: Option<Leaving>,
     last_generation: u64,
     last_step: u64,
     /// Whether any generation has served.
@@ -130,6 +146,7 @@ impl StepLoop {
             suspect_tokens: 0,
             in_flight: VecDeque::new(),
             group: None,
+            leaving: None,
             last_generation: 0,
             last_step: 0,
             has_served: false,
@@ -182,7 +199,7 @@ impl StepLoop {
         if now >= self.next_sweep {
             self.sweep(now, has_left);
         }
-        if self.has_actions() || self.end_replaced_group(now) {
+        if self.has_actions() || self.end_replaced_group() {
             return true;
         }
         if self.group.is_none() { self.form_group(now) } else { self.form_step(now, has_left) }
@@ -195,7 +212,8 @@ impl StepLoop {
         if !self.requests.is_empty() {
             at = at.min(self.next_sweep);
         }
-        if let Some(deadline) = self.drain {
+        // One that has passed waits for the end of ranks.
+        if let Some(deadline) = self.drain.filter(|deadline| *deadline > now) {
             at = at.min(deadline);
         }
         if self.group.is_none() {
@@ -207,69 +225,63 @@ impl StepLoop {
     }
 
     /// Number of received rows that are not in a step.
-    #[must_use]
     pub const fn queued_tokens(&self) -> usize {
         self.queue.tokens() + self.suspect_tokens
     }
 
     /// Whether a request waits for the end of its last step to fail.
-    #[must_use]
     pub fn is_withdrawn(&self, key: RequestKey) -> bool {
         self.requests.get(&key).is_some_and(|request| request.withdrawn.is_some())
     }
 
     /// Number of requests without rows in a step.
-    #[must_use]
     pub fn requests_queued(&self) -> usize {
         self.requests.len() - self.in_step
     }
 
     /// Number of requests with rows in a step.
-    #[must_use]
     pub const fn requests_in_step(&self) -> usize {
         self.in_step
     }
 
     /// Whether any rows wait for a step. If so, ranks report the end of an experts phase early.
-    #[must_use]
     pub fn has_waiting(&self) -> bool {
         !self.queue.is_empty() || !self.suspects.is_empty()
     }
 
     /// Whether decided actions wait for [`poll`](Self::poll).
-    #[must_use]
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
     /// The steps under way, the oldest first.
-    #[must_use]
     pub const fn in_flight(&self) -> &VecDeque<Step> {
         &self.in_flight
     }
 
     /// Number of clients with nothing waiting whose use the fair queue remembers.
-    #[must_use]
     pub fn idle_clients(&self) -> usize {
         self.queue.idle_clients()
     }
 
     /// Number of queue entries that were examined to form the last step.
-    #[must_use]
     pub const fn entries_examined(&self) -> usize {
         self.examined
     }
 
     /// The generation whose processes run, whether or not it serves.
-    #[must_use]
     pub fn generation(&self) -> Option<Generation> {
         self.group.map(|group| group.generation)
     }
 
+    /// Whether the ranks of the generation are being ended.
+    pub const fn is_leaving(&self) -> bool {
+        self.leaving.is_some()
+    }
+
     /// Whether a generation serves.
-    #[must_use]
     pub fn is_serving(&self) -> bool {
-        self.group.is_some_and(|group| group.ready.is_some())
+        self.leaving.is_none() && self.group.is_some_and(|group| group.ready.is_some())
     }
 
     fn show(&mut self, state: ServiceState, reason: Arc<str>) {

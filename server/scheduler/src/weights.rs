@@ -147,6 +147,8 @@ impl<S: Clone, T> Weights<S, T> {
             "another reload is under way; wait for its end".to_owned()
         } else if self.served.memory != Memory::Whole {
             "weights are still being loaded; try again once they serve".to_owned()
+        } else if !self.unneeded.is_empty() {
+            "ranks that are being ended still have the weights of an earlier reload; try again".to_owned()
         } else if present != checked_against {
             format!(
                 "weight version {} has begun to serve while the reload was checked against version {}; try again",

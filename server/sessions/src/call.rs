@@ -8,16 +8,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use expertd_core::backend::{CallError, Receipt, Request};
 use expertd_core::failure::{Code, Failure};
-use expertd_core::steps::{Caller, Raising};
+use expertd_core::steps::{Caller, Raising, Steps};
 use expertd_core::validate::{Asked, AskedRows};
 use expertd_ipc::{AttachedRows, Raise, RowSource};
 use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_telemetry::RequestTrace;
-use expertd_types::LayerId;
+use expertd_types::{LayerId, MemoryId};
 
 use crate::completion::{completion, failed};
 use crate::session::Session;
-use expertd_core::steps::Steps;
 
 /// The text of a call that was dropped without an answer.
 const GIVEN_UP: &str = "the call was given up by the step loop; try it again";
@@ -111,6 +110,10 @@ impl<E: CallEnd> Call<E> {
 impl<E: CallEnd> Caller for Call<E> {
     fn has_left(&self) -> bool {
         self.end.session().is_closing()
+    }
+
+    fn memory(&self) -> Option<MemoryId> {
+        Some(self.end.session().memory_id())
     }
 
     fn rows(&self, range: Range<usize>) -> RowSource<'_> {

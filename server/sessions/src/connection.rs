@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expertd_core::steps::ClientMemory as _;
+use expertd_core::steps::{ClientMemory as _, Steps};
 use expertd_session::cuda::wire::MAX_PREPARE_FRAME;
 use expertd_session::socket;
 use expertd_session::wire::{MAX_CLIENT_FRAME, frame};
@@ -16,7 +16,6 @@ use crate::opening::open;
 use crate::registry::SessionRegistry;
 use crate::session::Opener;
 use crate::shared::{Opening, Shared};
-use expertd_core::steps::Steps;
 
 /// How long a client may take to open a session after it has connected.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -169,7 +168,7 @@ mod tests {
 
     use std::sync::Mutex;
 
-    use expertd_core::backend::{ModelInfo, Request};
+    use expertd_core::backend::{ModelInfo, Request, ServiceState};
     use expertd_core::steps::{Caller, ClientMemory};
     use expertd_ipc::control::DeviceKind;
     use expertd_types::MemoryId;
@@ -189,6 +188,10 @@ mod tests {
 
         fn device(&self) -> DeviceKind {
             DeviceKind::Cpu
+        }
+
+        fn state(&self) -> ServiceState {
+            ServiceState::Serving
         }
 
         fn take_in(&self, _: Request, _: Box<dyn Caller>) {}

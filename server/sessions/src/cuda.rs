@@ -11,7 +11,7 @@ use bytemuck::Zeroable as _;
 use bytes::Bytes;
 use expertd_core::backend::{ModelInfo, Request, SessionStatus};
 use expertd_core::failure::Failure;
-use expertd_core::steps::Raising;
+use expertd_core::steps::{Raising, Steps};
 use expertd_core::validate::{AskedRouting, check};
 use expertd_ipc::Raise;
 use expertd_ipc::control::MemoryKind;
@@ -25,7 +25,6 @@ use crate::call::{Call, CallEnd, Places, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
-use expertd_core::steps::Steps;
 
 /// How long the thread of doorbells polls without a pause after a call, where cores are spare: an engine computes between two calls.
 const BUSY_AFTER_CALL: Duration = Duration::from_millis(10);

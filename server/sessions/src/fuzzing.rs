@@ -10,9 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_core::backend::{Attachment, CallError, ClientKey, ModelInfo, Request, StepError, SubmitError};
+use expertd_core::backend::{
+    Attachment, CallError, ClientKey, ModelInfo, Request, ServiceState, StepError, SubmitError,
+};
 use expertd_core::fuzzing::{check_request, model, receipt};
-use expertd_core::steps::{Caller, ClientMemory};
+use expertd_core::steps::{Caller, ClientMemory, Steps};
 use expertd_ipc::RowSource;
 use expertd_ipc::control::DeviceKind;
 use expertd_session::memory::SessionMemory;
@@ -27,7 +29,6 @@ use crate::registry::SessionRegistry;
 use crate::release::HeldRegion;
 use crate::session::{Opener, Session};
 use crate::shared::{SessionConfig, Shared};
-use expertd_core::steps::Steps;
 
 /// Calls in flight of the sessions under test.
 const CALLS: u32 = 4;
@@ -91,6 +92,10 @@ impl Steps for Echo {
 
     fn device(&self) -> DeviceKind {
         DeviceKind::Cuda
+    }
+
+    fn state(&self) -> ServiceState {
+        ServiceState::Serving
     }
 
     fn take_in(&self, request: Request, caller: Box<dyn Caller>) {

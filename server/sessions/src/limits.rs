@@ -30,7 +30,6 @@ impl SessionLimits {
 
     /// Largest number of memories that the service holds: one for each open session and for each client that opens one, and as many
     /// again as open sessions for sessions that have ended and whose calls or ranks still use the memory.
-    #[must_use]
     pub const fn memories(&self) -> usize {
         2 * self.sessions + MAX_OPENING
     }

@@ -151,6 +151,25 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_session_is_opened_as_long_as_its_client_waits() {
+        let (session, client) = open_session();
+        let opened = {
+            let session = session.clone();
+            std::thread::spawn(move || session.session().wait_attached(|| "it is late"))
+        };
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(!opened.is_finished(), "the client waits");
+        assert_eq!(session.session().set_attachment(Attachment::Attached), None);
+        assert_eq!(opened.join().unwrap(), Ok(()));
+
+        let (session, other) = open_session();
+        other.shutdown(std::net::Shutdown::Write).unwrap();
+        let refused = session.session().wait_attached(|| "it is late").unwrap_err();
+        assert!(refused.ends_with("in time: it is late"), "{refused}");
+        drop(client);
+    }
+
+    #[test]
     fn a_panic_of_a_sessions_thread_ends_the_session_with_a_reason() {
         let (session, client) = open_session();
         session.end_if_it_panics(|| {});

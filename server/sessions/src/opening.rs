@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
+use expertd_core::backend::ServiceState;
 use expertd_core::steps::ClientMemory as _;
 use expertd_ipc::control::DeviceKind;
 use expertd_session::cuda::control::ControlMemory;
@@ -23,10 +23,6 @@ use crate::open::OpenSession;
 use crate::release::HeldRegion;
 use crate::session::{Opener, Session};
 use crate::shared::{Opening, Shared};
-
-/// How long ranks may take to attach the memory of a session that is opened. Clients wait 10 s by default, so that they read why a
-/// session is refused.
-const ATTACH_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// A session that is about to be opened.
 struct Prepared {
@@ -55,7 +51,7 @@ pub(crate) fn open(
     };
     shared.registry.add(&shared.config.limits, &session)?;
     shared.steps.memory_opened(Box::new(session.clone()));
-    let attached = session.session().wait_attached(Instant::now() + ATTACH_TIMEOUT);
+    let attached = session.session().wait_attached(|| cause_of(shared.steps.state()));
     let started = attached.and_then(|()| {
         *opening = None;
         socket::send(socket, frame.0, &frame.1)
@@ -202,6 +198,18 @@ fn new_session(shared: &Shared, socket: &UnixStream, opener: Opener) -> Result<S
     Ok(Session::new(number, opener, socket, Arc::clone(&shared.metrics)))
 }
 
+/// Why ranks have not attached a memory.
+const fn cause_of(state: ServiceState) -> &'static str {
+    match state {
+        ServiceState::Loading => "the weights are being loaded",
+        ServiceState::Reforming => "the EP group is re-forming after a fault or for other weights",
+        ServiceState::Serving | ServiceState::Draining => {
+            "they are busy with a step or with the memory of other sessions"
+        }
+        ServiceState::Failed => "the service has failed and needs a restart",
+    }
+}
+
 /// Elements of a row.
 fn hidden(shared: &Shared) -> u32 {
     u32::try_from(shared.steps.model().hidden).unwrap_or(u32::MAX)
@@ -235,6 +243,8 @@ mod tests {
     use expertd_shm::descriptors::send_fds;
     use expertd_types::MemoryId;
 
+    use std::time::Duration;
+
     use super::*;
     use crate::limits::SessionLimits;
     use crate::shared::SessionConfig;
@@ -249,6 +259,10 @@ mod tests {
 
         fn device(&self) -> DeviceKind {
             DeviceKind::Cuda
+        }
+
+        fn state(&self) -> ServiceState {
+            ServiceState::Serving
         }
 
         fn take_in(&self, _: Request, _: Box<dyn Caller>) {}

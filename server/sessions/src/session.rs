@@ -11,6 +11,10 @@ use expertd_core::validate::Envelope;
 use expertd_session::wire::{CompletionRecord, frame};
 use expertd_telemetry::{RequestMetrics, code_name};
 use expertd_types::MemoryId;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Interval at which a client whose session is being opened is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Who opened a session.
 #[derive(Clone, Copy, Debug)]
@@ -96,11 +100,11 @@ impl Session {
         reason
     }
 
-    /// Waits until every rank has attached the memory, at most until `deadline`. The session counts as open then.
+    /// Waits until every rank has attached the memory, or the client no longer waits. The session counts as open then.
     ///
     /// # Errors
-    /// Why the session is refused.
-    pub(crate) fn wait_attached(&self, deadline: Instant) -> Result<(), String> {
+    /// Why the session is refused. `late` gives the cause if ranks have not answered in time for the client.
+    pub(crate) fn wait_attached(&self, late: impl Fn() -> &'static str) -> Result<(), String> {
         let mut attachment = self.attachment();
         loop {
             match &*attachment {
@@ -108,14 +112,15 @@ impl Session {
                 Attachment::Refused(reason) => return Err(reason.clone()),
                 Attachment::Awaited => {}
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_closing() {
-                return Err(
-                    "the ranks have not attached the memory in time; they may be loading or recovering"
-                        .into(),
-                );
+            if self.is_closing() {
+                return Err("the service ends".into());
             }
-            let waited = self.attachment_changed.wait_timeout(attachment, left);
+            // A client whose time is over ends its half of the socket.
+            let mut ends = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+            if poll(&mut ends, Some(&Timespec::default())) != Ok(0) {
+                return Err(format!("the ranks have not attached the memory in time: {}", late()));
+            }
+            let waited = self.attachment_changed.wait_timeout(attachment, LOOK_INTERVAL);
             attachment = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         // Under the lock, so that a refusal that follows ends the session.

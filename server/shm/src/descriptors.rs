@@ -13,11 +13,11 @@ use rustix::net::{
 /// Largest number of descriptors in one message.
 const MAX_FDS: usize = 8;
 
-/// Sends `fds` with one byte.
+/// Sends `fds` with the first of some bytes. Returns how many bytes were sent.
 ///
 /// # Errors
-/// If the peer is gone.
-pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+/// If the peer is gone, or there are too many descriptors.
+pub fn send_with(socket: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
@@ -25,8 +25,26 @@ pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
             format!("cannot send {} file descriptors in one message; at most {MAX_FDS} fit", fds.len());
         return Err(io::Error::other(problem));
     }
-    rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(b"F")], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
+    Ok(rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
+}
+
+/// Reads bytes, and adds the descriptors that come with them to `fds`. Returns the number of bytes.
+pub fn receive_with(socket: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let into = &mut [IoSliceMut::new(bytes)];
+    let received = rustix::net::recvmsg(socket.as_fd(), into, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            fds.extend(received);
+        }
+    }
+    Ok(received.bytes)
+}
+
+/// Sends `fds` with one byte.
+pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, b"F", fds).map(|_| ())
 }
 
 /// Receives the descriptors that [`send_fds`] sent.
@@ -34,26 +52,12 @@ pub fn send_fds(socket: &UnixStream, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
 /// # Errors
 /// If the peer is gone or sent anything else.
 pub fn receive_fds(socket: &UnixStream) -> io::Result<Vec<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0u8];
-    let received = rustix::net::recvmsg(
-        socket.as_fd(),
-        &mut [IoSliceMut::new(&mut byte)],
-        &mut control,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
-    if received.bytes != 1 || byte != *b"F" {
+    let (mut byte, mut fds) = ([0], Vec::new());
+    if receive_with(socket, &mut byte, &mut fds)? != 1 || byte != *b"F" {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             "the control socket did not begin with file descriptors; was this process started by `expertd serve`?",
         ));
-    }
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(received) = message {
-            fds.extend(received);
-        }
     }
     Ok(fds)
 }

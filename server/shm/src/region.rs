@@ -34,66 +34,27 @@ const POPULATED_AT_ONCE: usize = 4 << 20;
 
 /// Why a region or a view of one could not be made.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum RegionError {
-    /// The areas together exceed the address space.
     #[error("shared memory layout exceeds the address space: an area of {bytes} bytes at offset {offset}")]
-    TooLarge {
-        /// Offset of the area that does not fit.
-        offset: usize,
-        /// Length of that area.
-        bytes: usize,
-    },
-    /// The requested length is zero.
+    TooLarge { offset: usize, bytes: usize },
     #[error("shared memory region {name:?} would have no bytes; at least one is required")]
-    Empty {
-        /// Name of the region.
-        name: String,
-    },
-    /// A system call failed.
+    Empty { name: String },
     #[error("cannot {what} shared memory region {name:?} of {bytes} bytes: {source}")]
-    System {
-        /// The operation that failed, as a verb.
-        what: &'static str,
-        /// Name of the region.
-        name: String,
-        /// Length of the region.
-        bytes: usize,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The descriptor's memory has another length.
+    System { what: &'static str, name: String, bytes: usize, source: io::Error },
     #[error(
         "inherited shared memory has {found} bytes, expected {expected}: both sides must agree on its layout"
     )]
-    Length {
-        /// Length by the caller's layout.
-        expected: usize,
-        /// Length of the descriptor's memory.
-        found: u64,
-    },
+    Length { expected: usize, found: u64 },
     /// The descriptor's length is not fixed: another process could truncate it while it is mapped.
     #[error(
         "inherited shared memory is not sealed against changes of its length (F_SEAL_SHRINK and F_SEAL_GROW)"
     )]
     Unsealed,
-    /// A view reaches past the end.
     #[error("a view of {bytes} bytes at offset {offset} reaches past a region of {len} bytes")]
-    OutOfBounds {
-        /// Offset of the view, in bytes.
-        offset: usize,
-        /// Length of the view.
-        bytes: usize,
-        /// Length of the region.
-        len: usize,
-    },
-    /// A view's offset is not aligned for its element type.
+    OutOfBounds { offset: usize, bytes: usize, len: usize },
     #[error("offset {offset} is not a multiple of {align}, the alignment of the view's elements")]
-    Misaligned {
-        /// Offset of the view, in bytes.
-        offset: usize,
-        /// The alignment that the elements need.
-        align: usize,
-    },
+    Misaligned { offset: usize, align: usize },
 }
 
 /// A memfd of fixed length, mapped readable and writable, shared with every process that holds its descriptor.
@@ -187,21 +148,16 @@ impl SharedRegion {
     }
 
     /// Length in bytes.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
     /// Never true: a region has at least one byte.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// A view of `len` elements of `T` that begins `offset` bytes into the region. The view keeps the mapping alive.
-    ///
-    /// # Errors
-    /// [`RegionError::OutOfBounds`] or [`RegionError::Misaligned`].
     pub fn slice<T: Pod>(self: &Arc<Self>, offset: usize, len: usize) -> Result<SharedSlice<T>, RegionError> {
         let bytes = len.saturating_mul(size_of::<T>());
         if offset.checked_add(bytes).is_none_or(|end| end > self.len) {

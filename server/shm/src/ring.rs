@@ -24,53 +24,29 @@ use super::region::{LINE, Layout, RegionError, SharedRegion, SharedSlice};
 
 /// Why a ring cannot be used, or cannot be used any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum RingError {
     /// The record size is not a positive multiple of eight bytes, or the capacity is not a power of two.
     #[error(
         "a ring of {capacity} records of {record_bytes} bytes: the capacity must be a power of two, the record size a \
          positive multiple of 8"
     )]
-    Shape {
-        /// Capacity of the ring, in records.
-        capacity: usize,
-        /// Size of a record.
-        record_bytes: usize,
-    },
+    Shape { capacity: usize, record_bytes: usize },
     /// This side's counter is not zero: another process has used the ring.
     #[error(
         "the ring has been used before (its {side} counter is {count}); a new process needs a fresh ring"
     )]
-    Used {
-        /// `pushed` or `popped`.
-        side: &'static str,
-        /// The counter's value.
-        count: u64,
-    },
-    /// The other side's counter has an impossible value.
+    Used { side: &'static str, count: u64 },
     #[error(
         "the ring's {side} counter is {found}, which cannot follow {last} in a ring of {capacity} records"
     )]
-    Counter {
-        /// `pushed` or `popped`.
-        side: &'static str,
-        /// The counter's value.
-        found: u64,
-        /// Its previous value.
-        last: u64,
-        /// Capacity of the ring, in records.
-        capacity: u64,
-    },
+    Counter { side: &'static str, found: u64, last: u64, capacity: u64 },
     /// The pushed counter includes a record that its cell does not hold.
     #[error(
         "the ring's cell for record {record} has stamp {found} instead of {}: the record was counted, but not written",
         .record.wrapping_add(1)
     )]
-    Stamp {
-        /// Number of the record, from zero.
-        record: u64,
-        /// The stamp in the cell.
-        found: u64,
-    },
+    Stamp { record: u64, found: u64 },
 }
 
 /// A 64-bit atomic; generic so that loom can check the ring.
@@ -118,16 +94,12 @@ const WORDS_PER_LINE: usize = LINE / WORD;
 
 impl<T: Pod> RingLayout<T> {
     /// Appends a ring of `capacity` records, a power of two, to a layout.
-    ///
-    /// # Errors
-    /// [`RegionError::TooLarge`].
     pub fn reserve(layout: &mut Layout, capacity: usize) -> Result<Self, RegionError> {
         let bytes = capacity.saturating_mul(size_of::<T>() + WORD).saturating_add(2 * LINE);
         Ok(Self { offset: layout.line(bytes)?, capacity, record: PhantomData })
     }
 
     /// Offset of the ring in its region, in bytes.
-    #[must_use]
     pub const fn offset(&self) -> usize {
         self.offset
     }
@@ -198,9 +170,6 @@ pub struct RingProducer<T, M = SharedRing>(RingEnd<T, M>);
 
 impl<T: Pod, M: RingMemory> RingProducer<T, M> {
     /// Takes the pushing end of a fresh ring.
-    ///
-    /// # Errors
-    /// [`RingError::Shape`] or [`RingError::Used`].
     pub fn new(memory: M) -> Result<Self, RingError> {
         let end = RingEnd::new(memory)?;
         match end.memory.pushed().load(Ordering::Acquire) {
@@ -269,9 +238,6 @@ pub struct RingConsumer<T, M = SharedRing>(RingEnd<T, M>);
 
 impl<T: Pod, M: RingMemory> RingConsumer<T, M> {
     /// Takes the popping end of a fresh ring, in which records may have been pushed already.
-    ///
-    /// # Errors
-    /// [`RingError::Shape`] or [`RingError::Used`].
     pub fn new(memory: M) -> Result<Self, RingError> {
         let end = RingEnd::new(memory)?;
         match end.memory.popped().load(Ordering::Acquire) {

@@ -64,18 +64,12 @@ pub enum LogFormat {
 
 /// Why logs could not be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum LogError {
-    /// The filter does not parse.
     #[error(
         "--log {filter:?}: {reason}; expected a level (error, warn, info, debug, trace) or directives such as `info,expertd_core::steps=debug`"
     )]
-    Filter {
-        /// The filter.
-        filter: String,
-        /// The parser's error.
-        reason: String,
-    },
-    /// A subscriber is already installed.
+    Filter { filter: String, reason: String },
     #[error("logs are already set up in this process")]
     Installed,
 }

@@ -35,13 +35,11 @@ impl IntoIterator for ChunkedBytes {
 
 impl ChunkedBytes {
     /// Length of all chunks together, in bytes.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.first.len() + self.rest.iter().map(Bytes::len).sum::<usize>()
     }
 
     /// Whether there are no bytes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -93,13 +91,11 @@ impl<'a> From<&'a [u8]> for ChunkedSlice<'a> {
 
 impl<'a> ChunkedSlice<'a> {
     /// Length of all slices together, in bytes.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
     /// Whether there are no bytes.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -2,10 +2,12 @@
 //! `cuda_gpu` and in `client/session/tests/cuda.rs`.
 
 use std::io::Write as _;
+use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use bytemuck::NoUninit;
 use expertd_session::cuda::wire::{KIND_CUDA, MAX_DOORBELLS, OpenCuda};
@@ -39,17 +41,20 @@ fn refused<T: NoUninit>(host: &Host, open: &T, more: impl FnOnce(&UnixStream)) -
     String::from_utf8(text).unwrap()
 }
 
-/// A rank that never answers.
+/// A rank that never answers, and a client that waits no longer.
 #[test]
-fn a_session_that_a_rank_does_not_attach_is_refused_in_time() {
+fn a_client_reads_why_its_session_is_not_open() {
     let flags = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
     let host = Host::start(FAMILY, 2, &flags);
     let descriptors = host.descriptors();
     let ranks = host.service.ranks();
     send(ranks[1], Signal::STOP);
     let open = Open { version: VERSION, kind: KIND_HOST, rows_bytes: 2 << 20, calls: 1, reserved: 0 };
-    let text = refused(&host, &open, |_| {});
-    assert!(text.contains("have not attached the memory in time"), "{text}");
+    let text = refused(&host, &open, |client| {
+        std::thread::sleep(Duration::from_millis(500));
+        client.shutdown(Shutdown::Write).unwrap();
+    });
+    assert!(text.contains("have not attached the memory in time: they are busy"), "{text}");
     send(ranks[1], Signal::CONT);
     // The order that was under way ends, and the ranks serve as before.
     let load = Load::start(&host, 64);

@@ -4,6 +4,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use bytemuck::Zeroable as _;
 use expertd_client::session::{Call, DType, Session, SessionError, SessionOptions};
@@ -212,7 +213,8 @@ fn half_closed_sockets_hold_no_place() {
     drop(sockets);
 }
 
-/// Clients that ask for sessions while no step ends are refused in time, and neither memory nor descriptors gather.
+/// Clients that ask for sessions while no step ends are refused in time, neither memory nor descriptors gather, and one that waits
+/// longer gets its session.
 #[test]
 fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     let runtime = runtime();
@@ -232,7 +234,8 @@ fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
         let opening: Vec<_> = (0..8)
             .map(|_| {
                 let address = host.address.clone();
-                std::thread::spawn(move || Session::open(&address, &SessionOptions::default()).unwrap_err())
+                let options = SessionOptions { timeout: Duration::from_secs(3), ..SessionOptions::default() };
+                std::thread::spawn(move || Session::open(&address, &options).unwrap_err())
             })
             .collect();
         for thread in opening {
@@ -245,9 +248,50 @@ fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     let held = || value(&host, "expertd_session_bytes", "") - charged;
     eventually(LOST, "the memory of one session at most is held", || held() <= one as f64);
     assert!(host.descriptors() <= before + 4, "{} descriptors", host.descriptors() - before);
+    let address = host.address.clone();
+    let patient = std::thread::spawn(move || {
+        Session::open(&address, &SessionOptions { timeout: LOST, ..SessionOptions::default() })
+    });
+    // Longer than the service once waited by itself.
+    std::thread::sleep(Duration::from_secs(9));
     assert_eq!(host.status(&runtime).requests_in_flight, 1, "the step has not ended");
+    assert!(!patient.is_finished());
     send(stopped, Signal::CONT);
     drop(waiting.join().unwrap());
+    drop(patient.join().unwrap().unwrap());
     eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == 0.0);
+    eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
+}
+
+/// Sessions that end while their calls wait for a step that does not end: the calls leave the queue with their clients, and ranks give
+/// the memory back when they go on.
+#[test]
+fn sessions_that_end_while_their_calls_wait_leave_nothing() {
+    let runtime = runtime();
+    let timeouts = ["--liveness-timeout-ms", "600000", "--step-timeout-ms", "600000"];
+    let host = Host::start(FAMILY, 2, &timeouts);
+    let (before, session) = (host.descriptors(), host.open());
+    let charged = value(&host, "expertd_session_bytes", "");
+    let leaving: Vec<_> = (0..4).map(|_| raw(&host, CALLS, ROWS_BYTES)).collect();
+    let stopped = host.service.ranks()[0];
+    send(stopped, Signal::STOP);
+    let (request, wanted) = Rows::new(&golden(FAMILY), 5, 8).draw();
+    let waiting = std::thread::spawn(move || {
+        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+        session
+    });
+    eventually(LOST, "a step is under way", || host.status(&runtime).requests_in_flight == 1);
+    leaving.iter().for_each(|session| begin_calls(session, CALLS, 8));
+    let queued = || host.status(&runtime).requests_queued;
+    eventually(LOST, "every call waits", || queued() == 4 * u64::from(CALLS));
+    let kept: Vec<_> = leaving.into_iter().map(|session| session.region).collect();
+    eventually(LOST, "the calls leave the queue", || queued() == 0);
+    eventually(LOST, "the sessions give their places back", || host.status(&runtime).sessions.len() == 1);
+    assert_eq!(host.status(&runtime).requests_in_flight, 1, "the step has not ended");
+    send(stopped, Signal::CONT);
+    let session = waiting.join().unwrap();
+    eventually(LOST, "no page is left", || kept.iter().all(|region| page_bytes(region) == 0));
+    eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == charged);
+    drop(session);
     eventually(LOST, "no descriptor is left", || host.descriptors() <= before);
 }

@@ -1,11 +1,15 @@
-//! Random numbers of tests. Every run draws new data from a seed that is printed (cargo shows it when a test fails), and
+//! What unit tests share: a [socket whose close blocks](lingering), and random numbers. Every run draws new data from a seed that is printed (cargo shows it when a test fails), and
 //! `EXPERTD_TEST_SEED` repeats a run: a test's numbers depend on the seed and on the names of its threads only, so that the
 //! test can be run alone.
+
+mod lingering;
 
 use std::cell::Cell;
 use std::sync::OnceLock;
 
 use rand::SeedableRng as _;
+
+pub use lingering::lingering;
 
 /// The generator of [`rng`].
 pub type TestRng = rand_chacha::ChaCha8Rng;

@@ -1,6 +1,7 @@
 //! The socket of a session until the session is open: every answer of the service has come by one deadline.
 
 use std::io::{self, ErrorKind};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -14,6 +15,8 @@ use super::SessionError;
 use crate::socket::{self, receive_region};
 use crate::wire::{MAX_SERVICE_FRAME, frame};
 
+/// How long after its deadline a client waits for the reason why its session is not open.
+const WHY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest time that opening may take; longer ones exceed the range of clocks.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
@@ -78,7 +81,10 @@ impl<'a> Opening<'a> {
 
     /// The payload of the next frame, which must be of this kind.
     pub(crate) fn expect(&mut self, kind: u32, name: &str) -> Result<Vec<u8>, SessionError> {
-        let received = socket::receive_until(&self.socket, MAX_SERVICE_FRAME, self.deadline);
+        let mut received = socket::receive_until(&self.socket, MAX_SERVICE_FRAME, self.deadline);
+        if received.as_ref().is_err_and(is_timeout) {
+            received = received.or_else(|error| self.ask_why(error));
+        }
         match (received, self.unsent.take()) {
             (Ok(Some((found, payload))), _) if found == kind => Ok(payload),
             (Ok(Some((frame::REFUSED | frame::ENDED, text))), _) => {
@@ -93,6 +99,16 @@ impl<'a> Opening<'a> {
                 Err(self.failed(io::Error::new(ErrorKind::UnexpectedEof, text)))
             }
             (Err(source), None) => Err(self.failed(source)),
+        }
+    }
+
+    /// Ends this half of the socket after the deadline, which was exceeded with `error`. A service that waits for its ranks then says why
+    /// the session is not open.
+    fn ask_why(&self, error: io::Error) -> io::Result<Option<(u32, Vec<u8>)>> {
+        let _ = self.socket.shutdown(Shutdown::Write);
+        match socket::receive_until(&self.socket, MAX_SERVICE_FRAME, Instant::now() + WHY_TIMEOUT) {
+            Ok(Some((frame::REFUSED, text))) => Ok(Some((frame::REFUSED, text))),
+            _ => Err(error),
         }
     }
 
@@ -118,14 +134,18 @@ impl<'a> Opening<'a> {
     }
 }
 
-/// An error of the socket. The kernel reports a time limit as EAGAIN.
+/// The kernel reports a time limit as EAGAIN.
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+/// An error of the socket.
 fn error_of(address: &str, timeout: Duration, source: io::Error) -> SessionError {
-    let source = match source.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-            let text = format!("the service did not answer within {timeout:?}; it may be stopped or busy");
-            io::Error::new(ErrorKind::TimedOut, text)
-        }
-        _ => source,
+    let source = if is_timeout(&source) {
+        let text = format!("the service did not answer within {timeout:?}; it may be stopped or busy");
+        io::Error::new(ErrorKind::TimedOut, text)
+    } else {
+        source
     };
     SessionError::Socket { address: address.to_owned(), source }
 }
@@ -176,6 +196,19 @@ mod tests {
         assert!(matches!(&error, SessionError::Refused { reason } if reason.contains("user 7")), "{error}");
         let error = opening.expect(frame::MODEL, "MODEL").unwrap_err().to_string();
         assert!(error.contains("closed the socket before it sent MODEL"), "{error}");
+    }
+
+    #[test]
+    fn a_service_that_waits_for_its_ranks_says_so_at_the_deadline() {
+        let (client, service) = UnixStream::pair().unwrap();
+        let mut opening = Opening::over(client, "unix:/test", SOON);
+        let waiting = std::thread::spawn(move || {
+            assert!(socket::receive(&service, 64).unwrap().is_none(), "the client's half has ended");
+            socket::send(&service, frame::REFUSED, b"the weights are being loaded").unwrap();
+        });
+        let error = opening.expect(frame::OPENED, "OPENED").unwrap_err();
+        assert!(matches!(&error, SessionError::Refused { reason } if reason.contains("loaded")), "{error}");
+        waiting.join().unwrap();
     }
 
     #[test]

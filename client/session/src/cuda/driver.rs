@@ -81,24 +81,10 @@ impl Gpu {
     /// # Errors
     /// The driver's error.
     pub fn uuid(&self) -> Result<[u8; 16], SessionError> {
-        uuid_of(self.device)
-    }
-
-    /// Whether this GPU's kernels can access the memory of the GPU with number `other`.
-    ///
-    /// # Errors
-    /// The driver's error.
-    pub fn reaches(&self, other: i32) -> Result<bool, SessionError> {
-        let (mut device, mut can) = (0, 0);
-        // SAFETY: the arguments are valid for writes.
-        unsafe {
-            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, other))?;
-            if device == self.device {
-                return Ok(true);
-            }
-            check("cuDeviceCanAccessPeer", sys::cuDeviceCanAccessPeer(&raw mut can, self.device, device))?;
-        }
-        Ok(can != 0)
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: the argument is valid for writes.
+        check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, self.device) })?;
+        Ok(uuid.bytes.map(i8::cast_unsigned))
     }
 
     /// Checks that streams of this GPU support memory operations.
@@ -146,19 +132,4 @@ impl Drop for Gpu {
         // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
-}
-
-/// The UUID of the GPU with this number.
-pub(super) fn uuid_at(ordinal: i32) -> Result<[u8; 16], SessionError> {
-    let mut device = 0;
-    // SAFETY: the argument is valid for writes.
-    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
-    uuid_of(device)
-}
-
-fn uuid_of(device: CUdevice) -> Result<[u8; 16], SessionError> {
-    let mut uuid = sys::CUuuid { bytes: [0; 16] };
-    // SAFETY: the argument is valid for writes.
-    check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
-    Ok(uuid.bytes.map(i8::cast_unsigned))
 }

@@ -1,11 +1,11 @@
-//! Memory of a GPU that two processes map: the client allocates it, and each rank of the service imports it.
+//! Memory of a GPU that two processes map: the client allocates it, and each rank of the service maps it.
 //!
 //! Only memory of the virtual memory functions has a descriptor; pools and `cudaMalloc` have none.
 
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 use std::mem::zeroed;
-use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use cudarc::driver::sys::{
@@ -14,9 +14,8 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 
-use super::driver::{Gpu, check, uuid_at};
+use super::driver::{Gpu, check};
 use crate::client::SessionError;
-use expertd_types::uuid_text;
 
 /// An allocation that this process holds, mapped readable and writable for one GPU.
 #[derive(Debug)]
@@ -160,95 +159,6 @@ impl DeviceMemory {
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.0.bytes
-    }
-}
-
-/// Memory of another process, mapped readable and writable for a GPU of this one.
-#[derive(Debug)]
-pub struct ImportedMemory(Mapped);
-
-impl ImportedMemory {
-    /// Maps all `bytes` bytes of the memory behind `fd` for `gpu`. `device` is the UUID of the GPU that has the memory.
-    ///
-    /// # Errors
-    /// If the descriptor is no memory of that GPU, the memory has another size, or `gpu` cannot access it.
-    pub fn import(
-        gpu: &Arc<Gpu>,
-        fd: BorrowedFd<'_>,
-        bytes: usize,
-        device: [u8; 16],
-    ) -> Result<Self, SessionError> {
-        let _entered = gpu.enter()?;
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        let mut handle = 0;
-        // SAFETY: for this kind of handle the argument is the descriptor itself.
-        let status = unsafe {
-            let fd = std::ptr::without_provenance_mut(fd.as_raw_fd().cast_unsigned() as usize);
-            sys::cuMemImportFromShareableHandle(&raw mut handle, fd, kind)
-        };
-        if let Err(error) = check("cuMemImportFromShareableHandle", status) {
-            let text = format!("the descriptor is not memory of a GPU that this process sees: {error}");
-            return Err(SessionError::Device(text));
-        }
-        let owner = Handle(handle);
-        // SAFETY: integers and null pointers are valid properties.
-        let mut found: CUmemAllocationProp = unsafe { zeroed() };
-        // SAFETY: the handle is alive, and the argument is valid for writes.
-        check("cuMemGetAllocationPropertiesFromHandle", unsafe {
-            sys::cuMemGetAllocationPropertiesFromHandle(&raw mut found, handle)
-        })?;
-        if found.location.type_ != CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE {
-            return Err(SessionError::Device(
-                "the descriptor is memory of the host, expected a GPU's".to_owned(),
-            ));
-        }
-        let is = gpu.ordinal();
-        let owning = uuid_at(found.location.id).map_err(|_| {
-            SessionError::Device(format!(
-                "the memory is on GPU {}, which this process does not see; look at CUDA_VISIBLE_DEVICES",
-                uuid_text(&device)
-            ))
-        })?;
-        if owning != device {
-            return Err(SessionError::Device(format!(
-                "the memory is on GPU {}, but the client names GPU {}",
-                uuid_text(&owning),
-                uuid_text(&device)
-            )));
-        }
-        if !gpu.reaches(found.location.id)? {
-            return Err(SessionError::Device(format!(
-                "GPU {is} of the service cannot access the memory of GPU {}, which the client uses",
-                uuid_text(&device)
-            )));
-        }
-        std::mem::forget(owner);
-        let mapped = Mapped::new(gpu, handle, bytes).map_err(|error| {
-            SessionError::Device(format!("{bytes} bytes of the client's memory cannot be mapped: {error}"))
-        })?;
-        Ok(ImportedMemory(mapped))
-    }
-
-    /// Address on this process's GPU.
-    #[must_use]
-    pub const fn address(&self) -> u64 {
-        self.0.address
-    }
-
-    /// Size in bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> usize {
-        self.0.bytes
-    }
-}
-
-/// Releases a handle of an allocation.
-struct Handle(CUmemGenericAllocationHandle);
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // SAFETY: the handle is released once.
-        let _ = unsafe { sys::cuMemRelease(self.0) };
     }
 }
 

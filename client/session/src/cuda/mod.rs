@@ -37,7 +37,7 @@ pub use self::driver::{Gpu, driver_present};
 #[cfg(feature = "cuda")]
 pub use self::lane::{CallArrays, IntegerArray, Lane, RoutingArrays};
 #[cfg(feature = "cuda")]
-pub use self::memory::{DeviceMemory, ImportedMemory};
+pub use self::memory::DeviceMemory;
 #[cfg(feature = "cuda")]
 pub use self::pin::WeightPin;
 #[cfg(feature = "cuda")]

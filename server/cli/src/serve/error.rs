@@ -11,50 +11,32 @@ use super::exit;
 
 /// Why a service could not be started.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StartError {
-    /// An address does not parse.
     #[error("{name}: {source}")]
-    Address {
-        /// Name of the setting.
-        name: &'static str,
-        /// The parser's error.
-        source: AddressError,
-    },
-    /// The address of the metrics endpoint does not parse.
+    Address { name: &'static str, source: AddressError },
     #[error(
         "metrics-listen: `{0}` is not IP:PORT; use 127.0.0.1:9464, or 0.0.0.0:9464 for scrapers on other hosts"
     )]
     MetricsAddress(String),
-    /// The metrics endpoint could not be bound.
     #[error(
         "metrics-listen: cannot bind {address}: {source}; choose another --metrics-listen (port 0 picks a free one){}",
         hint(source.kind() == std::io::ErrorKind::AddrInUse)
     )]
-    MetricsBind {
-        /// The address.
-        address: SocketAddr,
-        /// The error of `bind`.
-        source: std::io::Error,
-    },
-    /// The metrics endpoint would be open to other hosts.
+    MetricsBind { address: SocketAddr, source: std::io::Error },
     #[error(
         "metrics-listen: {0} can be reached from other hosts, and scrapes need a token there; give --token-file or \
          --admin-token-file, use 127.0.0.1, or pass --insecure if the network is trusted"
     )]
     OpenMetrics(SocketAddr),
-    /// Credentials are invalid.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// Traces cannot be sent.
     #[error(transparent)]
     Traces(#[from] TraceError),
-    /// The limit on open files is too low.
     #[error("{0}")]
     Descriptors(String),
-    /// A gRPC listener or the session socket could not be started.
     #[error("{source}{hint}", source = .0, hint = hint(is_in_use(.0)))]
     Server(#[from] ServerError),
-    /// The scheduler could not be started.
     #[error(transparent)]
     Service(#[from] expertd_core::steps::StartError),
 }

@@ -20,8 +20,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ArgMatches;
-use expertd_telemetry::progress;
-use expertd_telemetry::{flush_logs, tell};
+use expertd_telemetry::{flush_logs, progress, tell};
 use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};
@@ -35,7 +34,7 @@ pub mod exit {
     pub const LOAD: u8 = 65;
     /// An address could not be bound.
     pub const BIND: u8 = 69;
-    /// Ranks kept failing before they were ready.
+    /// Ranks kept failing before they were ready, or the service could not start.
     pub const SETUP: u8 = 70;
     /// A thread or task was lost that the service cannot do without.
     pub const LOST: u8 = 71;
@@ -99,14 +98,18 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
                 running.announce();
                 running.until_end().await
             }
-            Err(error) => {
-                tell(&format!("expertd serve: {error}"));
-                error.exit_code()
-            }
+            Err(error) => not_started(&error),
         }
     });
     runtime.shutdown_timeout(Duration::from_millis(100));
     code
+}
+
+/// Says why the service could not be started. Its threads and tasks end with it as planned.
+fn not_started(error: &StartError) -> ExitCode {
+    progress::stop();
+    tell(&format!("expertd serve: {error}"));
+    error.exit_code()
 }
 
 /// Prints to standard output. A closed standard output is not an error.
@@ -125,4 +128,27 @@ fn guard_process() -> std::io::Result<()> {
         std::process::exit(i32::from(exit::LOST));
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    static ENDS: AtomicUsize = AtomicUsize::new(0);
+
+    #[test]
+    fn a_service_that_cannot_start_its_step_loop_is_not_taken_for_one_that_lost_a_task() {
+        progress::end_with(|_| {
+            ENDS.fetch_add(1, Ordering::Relaxed);
+        });
+        let task = progress::need("the task that accepts connections");
+        let error = std::io::Error::from(std::io::ErrorKind::WouldBlock);
+        let error = StartError::Service(expertd_core::steps::StartError::Thread(error));
+        let code = not_started(&error);
+        drop(task);
+        assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(exit::SETUP)));
+        assert_eq!(ENDS.load(Ordering::Relaxed), 0);
+    }
 }

@@ -63,7 +63,6 @@ impl Prepared {
     }
 
     /// What was checked.
-    #[must_use]
     pub const fn plan(&self) -> &ServePlan {
         &self.plan
     }
@@ -143,13 +142,11 @@ impl Running {
     }
 
     /// The first public address.
-    #[must_use]
     pub fn address(&self) -> Option<&Address> {
         self.addresses.first()
     }
 
     /// The service behind the listeners.
-    #[must_use]
     pub const fn service(&self) -> &Arc<Service> {
         &self.service
     }

@@ -38,31 +38,15 @@ impl fmt::Display for Source {
 
 /// Why the settings are invalid.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum SettingsError {
-    /// The file cannot be read.
     #[error("config file {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: std::io::Error,
-    },
+    Read { path: PathBuf, source: std::io::Error },
     /// The file is not valid TOML, or has an unknown setting or a value of the wrong type.
     #[error("config file {}: {source}", path.display())]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: Box<toml::de::Error>,
-    },
-    /// A value is out of range, or missing.
+    Parse { path: PathBuf, source: Box<toml::de::Error> },
     #[error("{name}: {problem}")]
-    Value {
-        /// Name of the setting's flag.
-        name: &'static str,
-        /// What was found, what was expected and what to do.
-        problem: String,
-    },
+    Value { name: &'static str, problem: String },
 }
 
 /// A resolved setting as it is printed.
@@ -174,7 +158,6 @@ macro_rules! settings {
             pub const VARIABLES: &[&str] = &[$($env),*];
 
             /// All settings in the order of the help text.
-            #[must_use]
             pub fn shown(&self) -> Vec<Shown> {
                 vec![ $( Shown {
                     name: stringify!($name),

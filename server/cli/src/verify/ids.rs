@@ -100,19 +100,16 @@ impl IdsCheck {
     }
 
     /// Whether every row was routed as recorded, exceptions allowed.
-    #[must_use]
     pub fn ok(&self) -> bool {
         self.mismatches.iter().all(|mismatch| mismatch.exception)
     }
 
     /// Whether `row` is an exception, whose output may differ from the recorded one.
-    #[must_use]
     pub fn excuses(&self, row: usize) -> bool {
         self.mismatches.iter().any(|mismatch| mismatch.exception && mismatch.row == row)
     }
 
     /// Summary for a table cell.
-    #[must_use]
     pub fn summary(&self) -> String {
         let exceptions = self.mismatches.iter().filter(|mismatch| mismatch.exception).count();
         match (self.mismatches.len() - exceptions, exceptions) {

@@ -9,43 +9,18 @@ use expertd_model::{Choice, GateSpec, GateTensors, ScoreFn};
 
 /// An error that prevents rows from being routed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum GateError {
-    /// The layer routes by token id, and no token ids were given.
     #[error(
         "this layer routes by token id: expected one token id for each of {tokens} tokens, none were given"
     )]
-    TokenIdsMissing {
-        /// Rows to route.
-        tokens: usize,
-    },
-    /// The number of token ids differs from the number of rows.
+    TokenIdsMissing { tokens: usize },
     #[error("expected one token id for each of {tokens} tokens, found {found}")]
-    TokenIdCount {
-        /// Rows to route.
-        tokens: usize,
-        /// Token ids given.
-        found: usize,
-    },
-    /// A token id lies outside the vocabulary.
+    TokenIdCount { tokens: usize, found: usize },
     #[error("token id {id} of token {token} is out of range: the vocabulary has {vocab}, 0 to {}", vocab - 1)]
-    TokenIdRange {
-        /// Index of the row.
-        token: usize,
-        /// The token id.
-        id: i32,
-        /// Size of the vocabulary.
-        vocab: usize,
-    },
-    /// The length of a buffer does not match the number of rows.
+    TokenIdRange { token: usize, id: i32, vocab: usize },
     #[error("{what}: expected {expected} elements, found {found}")]
-    Size {
-        /// Name of the buffer.
-        what: &'static str,
-        /// Length that the number of rows requires.
-        expected: usize,
-        /// Length of the buffer.
-        found: usize,
-    },
+    Size { what: &'static str, expected: usize, found: usize },
 }
 
 /// The parts of a [`CpuGate`].
@@ -113,7 +88,6 @@ impl CpuGate {
     }
 
     /// The packed weights.
-    #[must_use]
     pub const fn weight(&self) -> &PackedMatrix {
         &self.weight
     }
@@ -125,7 +99,6 @@ impl CpuGate {
     }
 
     /// How the layer routes.
-    #[must_use]
     pub fn spec(&self) -> &GateSpec {
         &self.spec
     }

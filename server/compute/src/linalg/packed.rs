@@ -12,8 +12,8 @@ pub(crate) const MAX_PANEL: usize = SimdLevel::Avx512.panel_width();
 
 /// An error that prevents a matrix from being packed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum PackError {
-    /// The matrix is inconsistent.
     #[error(transparent)]
     Matrix(#[from] MatrixError),
     /// Gate and up projections differ in shape or format, so they cannot be interleaved.
@@ -21,12 +21,7 @@ pub enum PackError {
         "gate and up projections must have the same shape and format, but are [{}, {}] in {:?} and [{}, {}] in {:?}",
         .gate.0, .gate.1, .gate.2, .up.0, .up.1, .up.2
     )]
-    Unlike {
-        /// Rows, columns and format of the gate projection.
-        gate: (usize, usize, WeightFormat),
-        /// Rows, columns and format of the up projection.
-        up: (usize, usize, WeightFormat),
-    },
+    Unlike { gate: (usize, usize, WeightFormat), up: (usize, usize, WeightFormat) },
 }
 
 /// A weight matrix `[n, k]` in its stored format, laid out for the kernels of one [`SimdLevel`].
@@ -174,13 +169,11 @@ impl PackedMatrix {
     }
 
     /// Output features (of both projections, for a gated pair).
-    #[must_use]
     pub fn n(&self) -> usize {
         self.n
     }
 
     /// Input features.
-    #[must_use]
     pub fn k(&self) -> usize {
         self.k
     }
@@ -203,7 +196,6 @@ impl PackedMatrix {
     }
 
     /// Size in memory, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.data.len() + self.scales.len() * size_of::<f32>()
     }

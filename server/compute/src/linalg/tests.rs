@@ -4,8 +4,9 @@
 use rand::{Rng, RngExt};
 
 use super::*;
-use expertd_model::decode;
-use expertd_model::{GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints};
+use expertd_model::{
+    GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints, decode,
+};
 
 pub(crate) use super::test_matrix::{FORMATS, Int4Kind, TestMatrix};
 

@@ -130,7 +130,6 @@ pub struct PhaseTimes {
 
 impl PhaseTimes {
     /// In the order of [`Phase::ALL`](expertd_types::Phase::ALL).
-    #[must_use]
     pub const fn all(&self) -> [Duration; 7] {
         [self.copy_in, self.gate, self.prepare, self.dispatch, self.experts, self.combine, self.copy_out]
     }
@@ -155,50 +154,30 @@ pub struct StepTiming {
 
 /// Why a request was not admitted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum SubmitError {
-    /// The queue is full (RESOURCE_EXHAUSTED).
     #[error("{reason}; retry after {} ms", retry_after.as_millis())]
-    Overloaded {
-        /// The limit that was reached and how to raise it.
-        reason: String,
-        /// Expected time until there is room.
-        retry_after: Duration,
-    },
+    Overloaded { reason: String, retry_after: Duration },
     /// The service is draining and admits no requests (UNAVAILABLE).
     #[error("the service is draining and admits no new requests")]
     Draining,
     /// No EP group can run steps: it is loading, re-forming or failed (UNAVAILABLE).
     #[error("{reason}")]
-    NotReady {
-        /// Why there is no group.
-        reason: String,
-        /// Expected time until there is a group.
-        retry_after: Duration,
-    },
-    /// The deadline had passed on arrival (DEADLINE_EXCEEDED).
+    NotReady { reason: String, retry_after: Duration },
     #[error("the deadline passed before the request was admitted")]
     DeadlineExceeded,
 }
 
 /// Why an admitted request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StepError {
     /// A fault of its step or of its generation, or a drain that ran out of time (UNAVAILABLE: retrying is safe).
     #[error("{reason}")]
-    Unavailable {
-        /// What happened.
-        reason: String,
-        /// Expected time until a retry succeeds.
-        retry_after: Duration,
-    },
+    Unavailable { reason: String, retry_after: Duration },
     /// Other weights were loaded while the request waited (FAILED_PRECONDITION).
     #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
-    OtherWeights {
-        /// The expected version.
-        expected: WeightVersion,
-        /// The loaded version.
-        loaded: WeightVersion,
-    },
+    OtherWeights { expected: WeightVersion, loaded: WeightVersion },
     /// The deadline passed before the last row was back at the router (DEADLINE_EXCEEDED).
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
@@ -207,10 +186,7 @@ pub enum StepError {
     #[error(
         "{lost_steps} steps with this request ended the EP group, and no other request was in the last one; it will not be retried"
     )]
-    Poisoned {
-        /// Number of lost steps that contained the request.
-        lost_steps: u32,
-    },
+    Poisoned { lost_steps: u32 },
 }
 
 /// Why a call has no answer.

@@ -53,19 +53,16 @@ pub struct ClusterConfig {
 
 impl ClusterConfig {
     /// Interval of the signs of life of ranks and loaders.
-    #[must_use]
     pub fn heartbeat(&self) -> Duration {
         (self.liveness_timeout / 10).min(CHECK_INTERVAL)
     }
 
     /// Checks in a row without a sign of life after which a process is given up.
-    #[must_use]
     pub fn silent_checks(&self) -> u32 {
         self.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32
     }
 
     /// Threads of a rank: one for each of its cores, or its share of the quota if that is less; at least one.
-    #[must_use]
     pub fn threads(&self, rank: Rank) -> usize {
         let all: usize = self.cores.iter().map(Vec::len).sum();
         part(self.cores[rank.index()].len(), all, self.usable_cores)

@@ -14,22 +14,14 @@ pub(crate) fn channel_fault(error: ChannelError) -> Fault {
 
 /// Why a generation could not be formed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub(crate) enum FormError {
-    /// A rank's process could not be started.
     #[error("cannot start rank {rank}: {source}")]
-    Spawn {
-        /// The rank.
-        rank: Rank,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The channel could not be created.
+    Spawn { rank: Rank, source: io::Error },
     #[error("cannot create the shared memory of a generation: {0}")]
     Channel(#[from] ChannelError),
-    /// The windows could not be created.
     #[error("cannot create the windows of a generation: {0}")]
     Windows(String),
-    /// Shared memory could not be created.
     #[error("cannot create the shared memory of a generation: {0}")]
     Region(#[from] RegionError),
 }

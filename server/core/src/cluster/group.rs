@@ -8,15 +8,16 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::fault::{FormError, channel_fault};
 use super::observed::ObservedTime;
-use super::process::{ChildProcess, RankEvent, RankNews, kill_and_reap};
+use super::process::{ChildProcess, Killed, News, left_processes};
 use super::weights::WeightSet;
+use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
@@ -54,16 +55,24 @@ struct Member {
     missed_beats: u32,
 }
 
-/// A generation. Dropping it kills and reaps its ranks.
+/// The end of a generation's ranks, which a thread of its own waits for.
+#[derive(Debug)]
+struct Ending {
+    reaping: Dropping,
+    pids: Vec<u32>,
+}
+
+/// A generation. Dropping it kills its ranks and has them reaped.
 #[derive(Debug)]
 pub(crate) struct Group {
     config: Arc<ClusterConfig>,
     generation: Generation,
     channel: RouterChannel,
     members: Vec<Member>,
-    events: Receiver<RankEvent>,
+    ending: Option<Ending>,
+    events: Receiver<(Rank, News<FromRank>)>,
     /// Events received and not yet processed.
-    received: VecDeque<RankEvent>,
+    received: VecDeque<(Rank, News<FromRank>)>,
     /// Completions received and not yet processed.
     completed: VecDeque<(Rank, Result<Completion, ChannelError>)>,
     started: bool,
@@ -105,6 +114,7 @@ impl Group {
             generation,
             channel,
             members: Vec::new(),
+            ending: None,
             events,
             received: VecDeque::new(),
             completed: VecDeque::new(),
@@ -141,7 +151,7 @@ impl Group {
         &self,
         rank: Rank,
         weights: &WeightSet,
-        events: Sender<RankEvent>,
+        events: Sender<(Rank, News<FromRank>)>,
         bell: &RouterBell,
         row_counts: &RowCounts,
     ) -> io::Result<ChildProcess> {
@@ -162,14 +172,22 @@ impl Group {
         std::mem::take(&mut self.usage_changed)
     }
 
+    /// Whether the ranks are being ended, or gone.
+    pub(crate) const fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
     /// Whether steps can be launched.
-    #[must_use]
     pub(crate) const fn is_started(&self) -> bool {
         self.started
     }
 
-    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process.
+    /// Collects events and completions of ranks without waiting. Returns whether [`poll`](Self::poll) has something to process, or
+    /// ranks that were ended are gone.
     pub(crate) fn collect(&mut self) -> bool {
+        if let Some(ending) = &self.ending {
+            return ending.reaping.has_ended();
+        }
         self.received.extend(self.events.try_iter());
         for rank in 0..self.members.len() {
             let rank = Rank(rank as u32);
@@ -194,8 +212,8 @@ impl Group {
         while let Some((rank, completion)) = self.completed.pop_front() {
             self.record(rank, completion.map_err(channel_fault)?)?;
         }
-        while let Some(event) = self.received.pop_front() {
-            self.process_event(event)?;
+        while let Some((rank, news)) = self.received.pop_front() {
+            self.process_news(rank, news)?;
         }
         if !self.started && self.members.iter().all(|member| member.view.ready) {
             self.channel.populate().map_err(channel_fault)?;
@@ -210,37 +228,35 @@ impl Group {
         Ok(news)
     }
 
-    fn process_event(&mut self, event: RankEvent) -> Result<(), Fault> {
-        let rank = event.rank;
+    fn process_news(&mut self, rank: Rank, news: News<FromRank>) -> Result<(), Fault> {
         let member = &mut self.members[rank.index()];
-        match event.news {
-            RankNews::Message(FromRank::GroupId { id, multiprocessors }) => {
+        match news {
+            News::Message(FromRank::GroupId { id, multiprocessors }) => {
                 for member in &self.members {
                     member.process.send(ToRank::GroupId { id: id.clone(), multiprocessors });
                 }
             }
-            RankNews::Message(FromRank::Ready { weight_bytes, device }) => {
+            News::Message(FromRank::Ready { weight_bytes, device }) => {
                 member.view.ready = true;
                 member.view.device = Some(device);
                 member.view.loaded_bytes = weight_bytes;
                 member.view.total_bytes = weight_bytes;
             }
-            RankNews::Message(FromRank::Attached { memory, error }) => {
+            News::Message(FromRank::Attached { memory, error }) => {
                 self.attach_answers.push_back((rank, memory, AttachAnswer::Attached { error }));
             }
-            RankNews::Message(FromRank::Detached { memory }) => {
+            News::Message(FromRank::Detached { memory }) => {
                 self.attach_answers.push_back((rank, memory, AttachAnswer::Detached));
             }
-            RankNews::Message(FromRank::Failed { kind, message }) => {
+            News::Message(FromRank::Failed { kind, message }) => {
                 let kind = match kind {
                     FailureKind::Load => FaultKind::Load,
                     FailureKind::Setup => FaultKind::Setup,
                 };
                 return Err(Fault { kind, message: format!("rank {rank}: {message}") });
             }
-            RankNews::Gone => {
-                let how =
-                    member.process.exit_status().map_or_else(String::new, |status| format!(" ({status})"));
+            News::Gone(status) => {
+                let how = status.map_or_else(String::new, |status| format!(" ({status})"));
                 return Err(Fault {
                     kind: FaultKind::Exit,
                     message: format!("rank {rank}, process {}, ended{how}", member.view.pid),
@@ -296,26 +312,39 @@ impl Group {
         Ok(())
     }
 
-    /// Kills and reaps every rank. Returns the ids of processes that do not end, which may still access the memory that they
-    /// mapped.
-    pub(crate) fn end(mut self) -> Vec<u32> {
-        self.kill_and_reap();
-        let left = self.members.iter().filter(|member| member.process.is_left());
-        left.map(|member| member.view.pid).collect()
+    /// Kills every rank. A thread reaps them, then rings `bell`.
+    pub(crate) fn end(&mut self, bell: &RouterBell) {
+        let pids = self.members.iter().map(|member| member.view.pid).collect();
+        let bell = bell.clone();
+        let reaping = drop_apart_then(self.kill(), move || bell.bell().ring());
+        self.ending = Some(Ending { reaping, pids });
     }
 
-    fn kill_and_reap(&mut self) {
-        kill_and_reap(self.members.iter_mut().map(|member| &mut member.process));
+    fn kill(&mut self) -> Killed {
+        Killed::new(self.members.drain(..).map(|member| member.process).collect())
     }
 
-    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left.
+    /// Returns once the ranks that were [ended](Self::end) are gone: the ids of processes that do not end, which may still access the
+    /// memory that they mapped.
+    pub(crate) fn left(&self) -> Option<Vec<u32>> {
+        let ending = self.ending.as_ref().filter(|ending| ending.reaping.has_ended())?;
+        let left = left_processes();
+        Some(ending.pids.iter().copied().filter(|pid| left.contains(pid)).collect())
+    }
+
+    /// Asks the ranks to exit, waits until `deadline`, then kills and reaps those that are left. Ranks that were ended are waited for.
     pub(crate) fn leave(mut self, deadline: Instant) {
+        while self.ending.as_ref().is_some_and(|ending| !ending.reaping.has_ended()) {
+            progress::tick();
+            std::thread::sleep(Duration::from_millis(2));
+        }
         for member in &self.members {
             member.process.send(ToRank::Exit);
         }
         for member in &mut self.members {
             member.process.wait_until(deadline);
         }
+        drop(self.kill());
     }
 }
 
@@ -345,6 +374,8 @@ fn rank_setup(
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.kill_and_reap();
+        if !self.members.is_empty() {
+            drop_apart(self.kill());
+        }
     }
 }

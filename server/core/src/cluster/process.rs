@@ -2,10 +2,10 @@
 //! no longer needed.
 
 use std::collections::BTreeSet;
-use std::io::{self, BufReader, ErrorKind, Write as _};
+use std::io::{self, BufRead, BufReader, ErrorKind, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, PoisonError};
@@ -16,12 +16,14 @@ use expertd_ipc::control::{self, FromRank, RankSetup, ToRank};
 use expertd_ipc::passing::send_with_fds;
 use expertd_telemetry::progress;
 use expertd_types::Rank;
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Longest wait for the end of killed processes, which first free gigabytes of memory.
 const REAP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for the exit status of a process that has closed its control socket.
-pub(super) const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
+const STATUS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Killed processes that have not ended.
 static LEFT: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -32,22 +34,12 @@ pub(crate) fn left_processes() -> Vec<u32> {
     LEFT.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
 }
 
-/// News from the control socket of a rank.
+/// News from the control socket of a process.
 #[derive(Debug)]
-pub(super) enum RankNews {
-    /// A message.
-    Message(FromRank),
-    /// The socket was closed: the process has ended or is about to.
-    Gone,
-}
-
-/// An event of one rank.
-#[derive(Debug)]
-pub(super) struct RankEvent {
-    /// The rank.
-    pub rank: Rank,
-    /// The news.
-    pub news: RankNews,
+pub(super) enum News<M> {
+    Message(M),
+    /// The socket was closed: the process has ended, with this exit status, or is about to.
+    Gone(Option<ExitStatus>),
 }
 
 /// A running rank or loader. Dropping it kills and reaps the process.
@@ -57,9 +49,6 @@ pub(super) struct ChildProcess {
     child: Option<Child>,
     pid: u32,
     socket: UnixStream,
-    ended: Option<ExitStatus>,
-    /// Whether the process was killed and has not ended.
-    is_left: bool,
 }
 
 /// How a child process is started.
@@ -77,16 +66,13 @@ pub(super) struct Start<'a, S> {
 }
 
 impl ChildProcess {
-    /// Starts a process, and a thread that runs `read` on the router's end of its control socket.
+    /// Starts a process, and a thread that runs `read` on the router's end of its control socket and the process id.
     ///
     /// Call it on a thread that outlives the process: the kernel sends the parent-death signal when the *thread* that
     /// started a child ends.
-    ///
-    /// # Errors
-    /// If the process cannot be started.
     pub(super) fn spawn<S: Serialize>(
         start: &Start<'_, S>,
-        read: impl FnOnce(UnixStream) + Send + 'static,
+        read: impl FnOnce(UnixStream, u32) + Send + 'static,
     ) -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let reading = socket.try_clone()?;
@@ -99,8 +85,8 @@ impl ChildProcess {
             // A process group of its own keeps the terminal's signals from the child; the router stops its children in order.
             .process_group(0)
             .spawn()?;
-        let process =
-            ChildProcess { pid: child.id(), child: Some(child), socket, ended: None, is_left: false };
+        let pid = child.id();
+        let process = ChildProcess { pid, child: Some(child), socket };
         let rest = match process.begin(start) {
             // The process has ended already. The thread that reads finds the end of the socket, and what ended it is then said as ever.
             Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
@@ -114,7 +100,7 @@ impl ChildProcess {
             let needed = progress::guard("a thread that reads the messages of a rank or loader");
             // After an error the reader finds the end of the socket.
             let _ = (&reading).write_all(&rest);
-            read(reading);
+            read(reading, pid);
             needed.finish();
         })?;
         Ok(process)
@@ -137,16 +123,17 @@ impl ChildProcess {
         setup: &RankSetup,
         fds: &[BorrowedFd<'_>],
         environment: &[(String, String)],
-        events: Sender<RankEvent>,
+        events: Sender<(Rank, News<FromRank>)>,
         bell: RouterBell,
     ) -> io::Result<Self> {
         let rank = setup.rank;
         let start = Start { command: "rank", rank, setup, fds, environment };
-        Self::spawn(&start, move |socket| read_control(socket, rank, &events, &bell))
+        Self::spawn(&start, move |socket, pid| {
+            read_news(BufReader::new(socket), pid, rank, &events, &bell, |_, message| message);
+        })
     }
 
     /// The process id.
-    #[must_use]
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
@@ -161,66 +148,33 @@ impl ChildProcess {
         let _ = send_with_fds(&self.socket, message, fds);
     }
 
-    /// Whether the process was killed and did not end in time; its memory is still mapped.
-    #[must_use]
-    pub(super) const fn is_left(&self) -> bool {
-        self.is_left
-    }
-
-    /// Waits until `deadline` for the process to exit. Returns whether it did.
-    pub(super) fn wait_until(&mut self, deadline: Instant) -> bool {
-        self.status_until(deadline).is_some() || self.child.is_none()
-    }
-
-    /// Reaps the process if it ends before `deadline`, and returns its exit status.
-    fn status_until(&mut self, deadline: Instant) -> Option<ExitStatus> {
-        loop {
+    /// Reaps the process if it ends before `deadline`.
+    pub(super) fn wait_until(&mut self, deadline: Instant) {
+        while let Some(child) = &mut self.child {
             // The wait is bounded, so it is no standstill of the calling thread.
             progress::tick();
-            match self.child.as_mut()?.try_wait() {
+            match child.try_wait() {
                 Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
-                Ok(None) => return None,
-                Ok(Some(status)) => {
-                    self.child = None;
-                    self.ended = Some(status);
-                    return Some(status);
-                }
-                Err(_) => {
-                    self.child = None;
-                    return None;
-                }
+                Ok(None) => return,
+                Ok(Some(_)) | Err(_) => self.child = None,
             }
         }
     }
 
-    /// The exit status of a process that has ended.
-    pub(super) fn status(&mut self) -> Option<ExitStatus> {
-        self.status_until(Instant::now()).or(self.ended)
-    }
-
-    /// Kills the process, even if it is stopped. `kill_and_reap` also waits for its end.
-    pub(super) fn kill(&mut self) {
+    /// Kills the process, even if it is stopped.
+    fn kill(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
         }
     }
 
-    /// The exit status of a process that has closed its control socket, if it ends within a moment. A process that does not
-    /// is killed.
-    pub(super) fn exit_status(&mut self) -> Option<ExitStatus> {
-        let status = self.status_until(Instant::now() + STATUS_TIMEOUT);
-        self.kill();
-        status.or(self.ended)
-    }
-
     /// Waits for the end of a killed process until `deadline`. A process that does not end in time (stuck in a driver) is left
     /// to a thread of its own, so that nothing else waits for it.
     fn reap(&mut self, deadline: Instant) {
-        self.status_until(deadline);
+        self.wait_until(deadline);
         // Ends the thread that reads it even if the process still has its end of the socket open.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         if let Some(mut child) = self.child.take() {
-            self.is_left = true;
             let pid = self.pid;
             tracing::error!(pid, "a killed process does not end; the service continues without it");
             LEFT.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
@@ -235,34 +189,71 @@ impl ChildProcess {
     }
 }
 
-/// Kills processes and reaps those that end within [`REAP_TIMEOUT`]. All are killed before the first wait, so that the kernel
-/// frees their memory in parallel, and the time limit is that of all together.
-pub(super) fn kill_and_reap<'a>(processes: impl IntoIterator<Item = &'a mut ChildProcess>) {
-    let mut processes: Vec<_> = processes.into_iter().collect();
-    processes.iter_mut().for_each(|process| process.kill());
-    let deadline = Instant::now() + REAP_TIMEOUT;
-    processes.iter_mut().for_each(|process| process.reap(deadline));
-}
-
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        kill_and_reap([self]);
+        self.kill();
+        self.reap(Instant::now() + REAP_TIMEOUT);
     }
 }
 
-fn read_control(socket: UnixStream, rank: Rank, events: &Sender<RankEvent>, bell: &RouterBell) {
-    let mut reader = BufReader::new(socket);
+/// Killed processes. Dropping them reaps those that end within [`REAP_TIMEOUT`]. All are killed before the first wait, so that the
+/// kernel frees their memory in parallel, and the time limit is that of all together.
+#[derive(Debug)]
+pub(super) struct Killed(Vec<ChildProcess>);
+
+impl Killed {
+    /// Kills processes.
+    pub(super) fn new(mut processes: Vec<ChildProcess>) -> Self {
+        processes.iter_mut().for_each(ChildProcess::kill);
+        Killed(processes)
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + REAP_TIMEOUT;
+        self.0.iter_mut().for_each(|process| process.reap(deadline));
+    }
+}
+
+/// The exit status of a process that has closed its control socket, if it ends within a moment. It stays to be reaped.
+pub(super) fn exit_status(pid: u32) -> Option<ExitStatus> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    let deadline = Instant::now() + STATUS_TIMEOUT;
     loop {
-        let news = match control::receive::<FromRank>(&mut reader) {
-            Ok(Some(message)) => RankNews::Message(message),
-            Ok(None) => RankNews::Gone,
+        match waitid(WaitId::Pid(pid), options).ok()? {
+            Some(status) => {
+                let dumped = if status.dumped() { 0x80 } else { 0 };
+                let by_signal = status.terminating_signal().map(|signal| signal | dumped);
+                return by_signal.or(status.exit_status().map(|code| code << 8)).map(ExitStatus::from_raw);
+            }
+            None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+            None => return None,
+        }
+    }
+}
+
+/// Reads the control socket of a process until its end. `complete` adds to a message what came with it.
+pub(super) fn read_news<R: BufRead, M: DeserializeOwned, T>(
+    mut reader: R,
+    pid: u32,
+    rank: Rank,
+    events: &Sender<(Rank, News<T>)>,
+    bell: &RouterBell,
+    complete: impl Fn(&mut R, M) -> T,
+) {
+    loop {
+        let news = match control::receive::<M>(&mut reader) {
+            Ok(Some(message)) => News::Message(complete(&mut reader, message)),
+            Ok(None) => News::Gone(exit_status(pid)),
             Err(error) => {
-                tracing::debug!(%rank, %error, "control socket failed");
-                RankNews::Gone
+                tracing::debug!(%rank, pid, %error, "a control socket failed");
+                News::Gone(exit_status(pid))
             }
         };
-        let last = matches!(news, RankNews::Gone);
-        let delivered = events.send(RankEvent { rank, news });
+        let last = matches!(news, News::Gone(_));
+        let delivered = events.send((rank, news));
         bell.bell().ring();
         if last || delivered.is_err() {
             return;

@@ -3,23 +3,22 @@
 use std::collections::VecDeque;
 use std::io::BufReader;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::RouterBell;
-use expertd_ipc::control::{self, CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
+use expertd_ipc::control::{CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
 use expertd_ipc::passing::FdReader;
 use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::observed::ObservedTime;
-use super::process::{ChildProcess, STATUS_TIMEOUT, Start};
-use crate::apart::{drop_apart, drop_apart_then};
+use super::process::{ChildProcess, Killed, News, Start, read_news};
+use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,
@@ -48,23 +47,23 @@ impl WeightSet {
     /// Frees the memory, which takes seconds for hundreds of gigabytes, on a thread of its own; rings `bell` when that is done.
     pub(crate) fn free(self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        Freeing(drop_apart_then(self.shares, move || bell.bell().ring()).into_iter().collect())
+        Freeing(vec![drop_apart_then(self.shares, move || bell.bell().ring())])
     }
 }
 
 /// Memory that is being freed.
 #[derive(Debug, Default)]
-pub(crate) struct Freeing(Vec<JoinHandle<()>>);
+pub(crate) struct Freeing(Vec<Dropping>);
 
 impl Freeing {
     /// Whether the memory is free.
     fn has_ended(&self) -> bool {
-        self.0.iter().all(JoinHandle::is_finished)
+        self.0.iter().all(Dropping::has_ended)
     }
 
     /// Adds memory.
     pub(crate) fn add(&mut self, other: Freeing) {
-        self.0.retain(|thread| !thread.is_finished());
+        self.0.retain(|dropping| !dropping.has_ended());
         self.0.extend(other.0);
     }
 }
@@ -99,15 +98,10 @@ struct Member {
     read_bytes: u64,
     /// Time since that grew.
     stalled: ObservedTime,
-    /// When it closed its socket without a share. Its exit status is awaited for a moment.
-    gone: Option<Instant>,
 }
 
-#[derive(Debug)]
-enum News {
-    Message(FromLoader, Vec<OwnedFd>),
-    Gone,
-}
+/// A message of a loader, with its descriptors.
+type Message = (FromLoader, Vec<OwnedFd>);
 
 /// The failure of loaders that ran.
 const fn failed(message: String) -> LoadFailure {
@@ -125,9 +119,9 @@ pub(crate) struct Loading {
     /// Memory that must be free before the loaders start.
     awaited: Option<Freeing>,
     members: Vec<Member>,
-    sender: Sender<(Rank, News)>,
-    events: Receiver<(Rank, News)>,
-    waiting: VecDeque<(Rank, News)>,
+    sender: Sender<(Rank, News<Message>)>,
+    events: Receiver<(Rank, News<Message>)>,
+    waiting: VecDeque<(Rank, News<Message>)>,
     begun: Instant,
     next_check: Instant,
 }
@@ -135,9 +129,6 @@ pub(crate) struct Loading {
 impl Loading {
     /// Starts the loaders. Without `awaited`, a generation serves meanwhile; with it, [`poll`](Self::poll) starts them once that memory is
     /// free.
-    ///
-    /// # Errors
-    /// If a process cannot be started.
     pub(crate) fn start(
         config: &Arc<ClusterConfig>,
         version: WeightVersion,
@@ -187,11 +178,18 @@ impl Loading {
             let environment = &config.environment;
             let start = Start { command: "loader", rank, setup: &setup, fds: &[], environment };
             let (events, bell) = (self.sender.clone(), self.bell.clone());
-            let process = ChildProcess::spawn(&start, move |socket| read(socket, rank, &events, &bell))
-                .map_err(|error| {
-                    let message = format!("cannot start the loaders: {error}");
-                    LoadFailure { message, lacks_room: false, is_setup: true }
-                })?;
+            let process = ChildProcess::spawn(&start, move |socket, pid| {
+                // One read may bring several messages: descriptors belong to the one that announces them.
+                let complete = |reader: &mut BufReader<FdReader>, message| match message {
+                    FromLoader::Loaded { .. } => (message, reader.get_mut().take_fds()),
+                    _ => (message, Vec::new()),
+                };
+                read_news(BufReader::new(FdReader::new(socket)), pid, rank, &events, &bell, complete);
+            })
+            .map_err(|error| {
+                let message = format!("cannot start the loaders: {error}");
+                LoadFailure { message, lacks_room: false, is_setup: true }
+            })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
             self.members.push(Member {
                 process,
@@ -200,7 +198,6 @@ impl Loading {
                 silent: 0,
                 read_bytes: 0,
                 stalled: ObservedTime::start(now),
-                gone: None,
             });
         }
         Ok(())
@@ -209,14 +206,14 @@ impl Loading {
     /// Ends the loaders. Their memory is free once they are reaped, which takes as long as the system needs; `bell` rings then.
     pub(crate) fn end(mut self, bell: &RouterBell) -> Freeing {
         let bell = bell.clone();
-        let handle = self.release(move || bell.bell().ring());
-        Freeing(handle.into_iter().collect())
+        Freeing(vec![self.release(move || bell.bell().ring())])
     }
 
-    /// Kills the loaders, and reaps them on a thread of its own.
-    fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
-        self.members.iter_mut().for_each(|member| member.process.kill());
-        drop_apart_then(std::mem::take(&mut self.members), then)
+    /// Kills the loaders, and reaps them on a thread of its own, which then drops what they made.
+    fn release(&mut self, then: impl FnOnce() + Send + 'static) -> Dropping {
+        let members = self.members.drain(..).map(|member| (member.process, member.share));
+        let (processes, shares): (Vec<_>, Vec<_>) = members.unzip();
+        drop_apart_then((Killed::new(processes), shares), then)
     }
 
     /// Whether a generation serves other weights meanwhile.
@@ -250,7 +247,6 @@ impl Loading {
         while let Some((rank, news)) = self.waiting.pop_front() {
             self.take_in(rank, news)?;
         }
-        self.check_gone()?;
         if Instant::now() >= self.next_check {
             self.check_life()?;
         }
@@ -274,18 +270,18 @@ impl Loading {
     }
 
     /// Records a message of a loader, or its end.
-    fn take_in(&mut self, rank: Rank, news: News) -> Result<(), LoadFailure> {
+    fn take_in(&mut self, rank: Rank, news: News<Message>) -> Result<(), LoadFailure> {
         let member = &mut self.members[rank.index()];
         member.silent = 0;
         match news {
-            News::Message(FromLoader::Loading { checked_bytes, loaded_bytes, total_bytes }, _) => {
+            News::Message((FromLoader::Loading { checked_bytes, loaded_bytes, total_bytes }, _)) => {
                 if checked_bytes.saturating_add(loaded_bytes) > member.read_bytes {
                     member.read_bytes = checked_bytes.saturating_add(loaded_bytes);
                     member.stalled = ObservedTime::start(Instant::now());
                 }
                 (member.view.loaded_bytes, member.view.total_bytes) = (loaded_bytes, total_bytes);
             }
-            News::Message(FromLoader::Loaded { weight_bytes, memory_bytes }, fds) => {
+            News::Message((FromLoader::Loaded { weight_bytes, memory_bytes }, fds)) => {
                 tracing::debug!(%rank, weight_bytes, memory_bytes, "a share is packed");
                 (member.view.loaded_bytes, member.view.total_bytes) = (weight_bytes, weight_bytes);
                 let expected = fds_of_share(self.config.device);
@@ -298,32 +294,12 @@ impl Loading {
                 }
                 member.share = Some(fds);
             }
-            News::Message(FromLoader::Failed { message, lacks_room }, _) => {
+            News::Message((FromLoader::Failed { message, lacks_room }, _)) => {
                 let message = format!("the loader of rank {rank}: {message}");
                 return Err(LoadFailure { message, lacks_room, is_setup: false });
             }
-            News::Gone if member.share.is_some() => {}
-            News::Gone => member.gone = Some(Instant::now()),
-        }
-        Ok(())
-    }
-
-    /// Fails if a loader has ended without a share.
-    fn check_gone(&mut self) -> Result<(), LoadFailure> {
-        for (rank, member) in self.members.iter_mut().enumerate() {
-            let Some(gone) = member.gone else { continue };
-            let status = member.process.status();
-            if status.is_some() || gone.elapsed() >= STATUS_TIMEOUT {
-                let how = status.map_or_else(String::new, |status| format!(" ({status})"));
-                // Reading behind the end of a mapped file that was truncated raises SIGBUS.
-                let why = match status.and_then(|status| status.signal()) {
-                    Some(SIGBUS) => "; was a file of the checkpoint truncated while it was read?",
-                    Some(SIGKILL) => "; if nothing else killed it, memory may have run out",
-                    _ => "",
-                };
-                let pid = member.view.pid;
-                return Err(failed(format!("the loader of rank {rank}, process {pid}, ended{how}{why}")));
-            }
+            News::Gone(_) if member.share.is_some() => {}
+            News::Gone(status) => return Err(failed(ended(rank, member.view.pid, status))),
         }
         Ok(())
     }
@@ -358,6 +334,18 @@ impl Drop for Loading {
     }
 }
 
+/// Says that a loader has ended without a share.
+fn ended(rank: Rank, pid: u32, status: Option<ExitStatus>) -> String {
+    let how = status.map_or_else(String::new, |status| format!(" ({status})"));
+    // Reading behind the end of a mapped file that was truncated raises SIGBUS.
+    let why = match status.and_then(|status| status.signal()) {
+        Some(SIGBUS) => "; was a file of the checkpoint truncated while it was read?",
+        Some(SIGKILL) => "; if nothing else killed it, memory may have run out",
+        _ => "",
+    };
+    format!("the loader of rank {rank}, process {pid}, ended{how}{why}")
+}
+
 /// Numbers of signals, as `ExitStatusExt::signal` gives them.
 const SIGBUS: i32 = 7;
 const SIGKILL: i32 = 9;
@@ -365,29 +353,4 @@ const SIGKILL: i32 = 9;
 /// A number for the log, with two decimals.
 fn rounded(number: f64) -> f64 {
     (number * 100.0).round() / 100.0
-}
-
-fn read(socket: UnixStream, rank: Rank, events: &Sender<(Rank, News)>, bell: &RouterBell) {
-    let mut reader = BufReader::new(FdReader::new(socket));
-    loop {
-        let news = match control::receive::<FromLoader>(&mut reader) {
-            Ok(Some(message)) => {
-                // One read may bring several messages: descriptors belong to the one that announces them.
-                let is_last = matches!(message, FromLoader::Loaded { .. });
-                let fds = if is_last { reader.get_mut().take_fds() } else { Vec::new() };
-                News::Message(message, fds)
-            }
-            Ok(None) => News::Gone,
-            Err(error) => {
-                tracing::debug!(%rank, %error, "a loader's control socket broke");
-                News::Gone
-            }
-        };
-        let last = matches!(news, News::Gone);
-        let sent = events.send((rank, news));
-        bell.bell().ring();
-        if last || sent.is_err() {
-            return;
-        }
-    }
 }

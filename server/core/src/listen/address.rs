@@ -63,7 +63,6 @@ impl fmt::Display for Address {
 
 impl Address {
     /// Whether hosts other than this one can reach it.
-    #[must_use]
     pub fn is_beyond_loopback(&self) -> bool {
         matches!(self, Address::Tcp(address) if !address.ip().is_loopback())
     }
@@ -71,32 +70,18 @@ impl Address {
 
 /// Why an address could not be bound.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum BindError {
-    /// The system call failed.
     #[error("cannot listen on {address}: {source}{}", hint(address, source))]
-    System {
-        /// The address.
-        address: Address,
-        /// Error of the system call.
-        source: io::Error,
-    },
-    /// Another process listens on the socket.
+    System { address: Address, source: io::Error },
     #[error("cannot listen on unix:{}: another process listens on it: stop that process, or choose another path", path.display())]
-    InUse {
-        /// The socket's path.
-        path: PathBuf,
-    },
-    /// The path is not a socket.
+    InUse { path: PathBuf },
     #[error("cannot listen on unix:{}: the path is a file and not a socket; move it or choose another path", path.display())]
-    NotASocket {
-        /// The path.
-        path: PathBuf,
-    },
+    NotASocket { path: PathBuf },
 }
 
 impl BindError {
     /// Whether another process listens on the address.
-    #[must_use]
     pub fn is_in_use(&self) -> bool {
         match self {
             BindError::System { source, .. } => source.kind() == io::ErrorKind::AddrInUse,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use expertd_ipc::{Raise, RowsToStage};
-use expertd_types::{DType, WeightFingerprint};
+use expertd_types::{DType, MemoryId, WeightFingerprint};
 
 use super::caller::{Caller, Raising};
 use crate::backend::{self, CallError, Request, StepError, StepTiming};
@@ -76,6 +76,11 @@ impl Active {
     /// Whether the caller has cancelled the request.
     pub(super) fn is_cancelled(&self) -> bool {
         self.caller.has_left()
+    }
+
+    /// The memory that the caller lends.
+    pub(super) fn memory(&self) -> Option<MemoryId> {
+        self.caller.memory()
     }
 
     /// Allocates the whole answer, once.

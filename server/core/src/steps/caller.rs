@@ -11,7 +11,7 @@ use expertd_ipc::{Raise, RowSource};
 use expertd_types::{ChunkedBytes, MemoryId};
 use tokio::sync::oneshot;
 
-use crate::backend::{Answer, Attachment, CallError, ModelInfo, Receipt, Request, StepError};
+use crate::backend::{Answer, Attachment, CallError, ModelInfo, Receipt, Request, ServiceState, StepError};
 use expertd_telemetry::names;
 
 /// Who raises the completion word of a call.
@@ -25,14 +25,19 @@ pub enum Raising {
     KilledRank,
 }
 
-/// The caller of one request. The step loop ends each call with [`answer`](Self::answer) or [`fail`](Self::fail), and does so only
-/// when no step in flight names the request: memory that the caller lends is then its own again.
+/// The caller of one request. The step loop ends each call with [`answer`](Self::answer) or [`fail`](Self::fail). It ends one that
+/// lends memory only when no step in flight names the request: the memory is then its own again.
 pub trait Caller: Send + fmt::Debug {
     /// Whether nothing waits for the answer any more.
     fn has_left(&self) -> bool;
 
     /// Bytes `range` of the request's rows.
     fn rows(&self, range: Range<usize>) -> RowSource<'_>;
+
+    /// The memory that the caller lends, in which ranks read rows and write the answer.
+    fn memory(&self) -> Option<MemoryId> {
+        None
+    }
 
     /// Ends the call with its complete answer. `rows` is empty if ranks have written the rows in place. `is_idle`: no step is in
     /// flight.
@@ -102,6 +107,9 @@ pub trait Steps: Send + Sync {
 
     /// The ranks' device.
     fn device(&self) -> DeviceKind;
+
+    /// The state of the service.
+    fn state(&self) -> ServiceState;
 
     /// Takes in a validated request, whose `caller` gets its answer or its failure.
     fn take_in(&self, request: Request, caller: Box<dyn Caller>);

@@ -22,7 +22,6 @@ use super::active::Active;
 use super::caller::ClientMemory;
 use super::config::{SchedulerConfig, ServiceEnd};
 use super::shared::Shared;
-use crate::backend::ServiceState;
 use crate::cluster::{ClusterConfig, Freeing, Group, Loading, ObservedTime, WeightSet};
 use expertd_telemetry::{StepMetrics, progress};
 
@@ -140,13 +139,6 @@ impl Processes {
         !self.launched.is_empty() || self.cluster.spin.is_zero() || self.last_event.elapsed() >= QUIET
     }
 
-    /// Says at once that no generation serves: its end may wait for processes that do not end.
-    fn serves_no_more(&self, reason: &str) {
-        if *self.shared.state.borrow() == ServiceState::Serving {
-            self.shared.set_state(ServiceState::Reforming, reason);
-        }
-    }
-
     /// Sleeps until mail, a completion, an event of a rank, or `wake_at`. `heard` is the newest step whose end of the
     /// experts phase the step loop was told.
     fn wait(&mut self, steps: &StepLoop, wake_at: Time, heard: Option<StepId>) {
@@ -171,7 +163,9 @@ impl Processes {
                 || loading.as_mut().is_some_and(Loading::collect)
                 || group.as_mut().is_some_and(|group| {
                     group.collect()
-                        || (has_waiting && group.experts_ended().is_some_and(|step| Some(step) != heard))
+                        || (has_waiting
+                            && !group.is_ending()
+                            && group.experts_ended().is_some_and(|step| Some(step) != heard))
                 })
         });
         // A timeout is the periodic tick; it does not count as an event.

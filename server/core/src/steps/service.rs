@@ -69,9 +69,6 @@ impl Service {
     }
 
     /// Starts the step loop, which forms the first generation.
-    ///
-    /// # Errors
-    /// If the thread cannot be created.
     pub fn begin(&self) -> Result<(), StartError> {
         let step_loop = self.step_loop.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(step_loop) = step_loop {
@@ -108,7 +105,8 @@ impl Service {
 
     /// Leaves a request for the step loop, or returns its caller with the reason why it is not admitted.
     fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (SubmitError, Box<dyn Caller>)> {
-        let (submission, now) = (self.submission(&request), self.shared.time(Instant::now()));
+        let in_place = caller.memory().is_some();
+        let (submission, now) = (self.submission(&request, in_place), self.shared.time(Instant::now()));
         let mut front = self.shared.front();
         if let Some(refusal) = front.inbox.refuse(now, &submission) {
             return Err((refusal.into(), caller));
@@ -122,7 +120,7 @@ impl Service {
     }
 
     /// The request as admission sees it.
-    fn submission(&self, request: &Request) -> Submission {
+    fn submission(&self, request: &Request, in_place: bool) -> Submission {
         let model = self.shared.model.read().unwrap_or_else(PoisonError::into_inner);
         let own_k = model.layers.get(&request.layer).map_or(1, |layer| layer.top_k);
         drop(model);
@@ -133,17 +131,17 @@ impl Service {
             tokens: request.tokens,
             deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
             expected_version: request.expected_version,
+            in_place,
         }
     }
 }
 
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StartError {
-    /// Shared memory could not be created.
     #[error("cannot create shared memory: {0}")]
     Memory(#[from] RegionError),
-    /// The thread could not be started.
     #[error("cannot start the step loop: {0}")]
     Thread(#[from] std::io::Error),
 }
@@ -176,6 +174,10 @@ impl Steps for Service {
 
     fn device(&self) -> DeviceKind {
         self.shared.reload.device
+    }
+
+    fn state(&self) -> ServiceState {
+        *self.shared.state.borrow()
     }
 
     fn take_in(&self, request: Request, caller: Box<dyn Caller>) {

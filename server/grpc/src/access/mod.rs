@@ -25,8 +25,7 @@ pub(crate) use self::tls::peer_name;
 pub(crate) use self::tls::{Protocol, ServerTls};
 use self::tokens::Tokens;
 use expertd_core::failure::Failure;
-use expertd_telemetry::names;
-use expertd_telemetry::progress;
+use expertd_telemetry::{names, progress};
 
 /// Interval at which files are checked for changes.
 const RELOAD_ROUND: Duration = Duration::from_secs(1);
@@ -54,24 +53,12 @@ pub struct AccessConfig {
 
 /// Credentials that cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum AccessError {
-    /// A file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: std::io::Error,
-    },
-    /// A file has contents that cannot be used.
+    Read { path: PathBuf, source: std::io::Error },
     #[error("{}: {reason}", path.display())]
-    Contents {
-        /// The file.
-        path: PathBuf,
-        /// What was found and what is expected.
-        reason: String,
-    },
-    /// A setting needs another one that is missing.
+    Contents { path: PathBuf, reason: String },
     #[error("{0}")]
     Settings(&'static str),
 }
@@ -196,25 +183,21 @@ impl Access {
     }
 
     /// Whether TCP listeners speak TLS.
-    #[must_use]
     pub fn has_tls(&self) -> bool {
         self.tls.is_some()
     }
 
     /// Whether calls over TCP need credentials.
-    #[must_use]
     pub fn required(&self) -> bool {
         self.tokens.is_some() || self.client_certificates
     }
 
     /// Whether there are tokens of any kind.
-    #[must_use]
     pub fn has_tokens(&self) -> bool {
         self.tokens.is_some() || self.admin_tokens.is_some()
     }
 
     /// Whether Admin may be served over TCP.
-    #[must_use]
     pub fn has_admin_tokens(&self) -> bool {
         self.admin_tokens.is_some()
     }

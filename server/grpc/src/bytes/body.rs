@@ -1,6 +1,6 @@
-//! The body of a request, which charges each message as its bytes arrive.
+//! The bodies of requests, which charge each message as its bytes arrive, and of answers.
 //!
-//! The bytes go on to the decoder unchanged. Only the five bytes before each message are read here: they say which bytes belong to which
+//! The bytes of requests go on to the decoder unchanged. Only the five bytes before each message are read here: they say which bytes belong to which
 //! message, whether it may use the reserve for small messages, and whether it is too large.
 
 use std::pin::Pin;
@@ -9,13 +9,12 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body::{Body, Frame};
+use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
-use super::activity::{Activity, Busy, ConnectionTimeouts};
-use super::budget::{Budget, Charge, MESSAGE_BYTES, Owner};
-use super::charges::Charges;
+use super::activity::{Activity, Busy, ConnectionTimeouts, Leaving};
+use super::budget::{Budget, Charge, Charges, MESSAGE_BYTES, Owner, guarded};
 use crate::status::status_of;
 use expertd_core::failure::Failure;
 
@@ -242,6 +241,62 @@ where
 
     fn is_end_stream(&self) -> bool {
         self.pending.is_empty() && self.have == 0 && self.inner.is_end_stream()
+    }
+}
+
+/// The body of an answer, whose frames keep the charges of the call until the transport has sent them.
+pub(crate) struct AnswerBody {
+    inner: tonic::body::Body,
+    charges: Arc<Charges>,
+    activity: Arc<Activity>,
+    /// The charge of the call.
+    call: Arc<Charge>,
+    /// Present while the transport has yet to take what is ready: a peer that does not read keeps it.
+    owed: Option<Leaving>,
+}
+
+impl AnswerBody {
+    pub(crate) fn new(
+        inner: tonic::body::Body,
+        charges: Arc<Charges>,
+        activity: Arc<Activity>,
+        call: Arc<Charge>,
+    ) -> AnswerBody {
+        let owed = Some(activity.leaving(0));
+        AnswerBody { inner, charges, activity, call, owed }
+    }
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = &mut *self;
+        this.owed = None;
+        let frame = ready!(Pin::new(&mut this.inner).poll_frame(cx));
+        if let Some(Ok(_)) = &frame {
+            this.owed = Some(this.activity.leaving(0));
+        }
+        Poll::Ready(frame.map(|frame| {
+            frame.map(|frame| {
+                frame.map_data(|bytes| {
+                    let leaving = this.activity.leaving(bytes.len());
+                    guarded(bytes, (this.charges.take_leaving(), Arc::clone(&this.call), leaving))
+                })
+            })
+        }))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
     }
 }
 

@@ -8,7 +8,7 @@ use metrics::Counter;
 use tokio_util::sync::CancellationToken;
 
 use crate::access::Pass;
-use crate::bytes::charges::Charges;
+use crate::bytes::budget::Charges;
 use expertd_core::backend::{ClientKey, RequestId};
 use expertd_core::failure::Failure;
 use expertd_core::validate::Envelope;

@@ -6,8 +6,7 @@ use expertd_core::backend::{
     Answer, Attachment, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState,
     ServiceStatus,
 };
-use expertd_types::DType;
-use expertd_types::uuid_text;
+use expertd_types::{DType, uuid_text};
 
 fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)

@@ -1,17 +1,18 @@
-//! What unary calls and streams have in common: a request is taken in and answered.
+//! What unary calls and streams have in common: a message becomes a request for the step loop, which is taken in and answered.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_core::backend::{Backend, Pending, StepError};
+use expertd_core::backend::{Backend, ModelInfo, Pending, Request, StepError};
 use expertd_core::failure::Failure;
-use expertd_core::validate::Envelope;
-use expertd_proto::v1::{ForwardRequest, ForwardResponse};
+use expertd_core::validate::{Asked, AskedRouting, AskedRows, Envelope, check_any, check_model};
+use expertd_proto::v1::forward_request::Payload;
+use expertd_proto::v1::{ForwardRequest, ForwardResponse, SharedExperts};
 use expertd_telemetry::{RequestMetrics, RequestTrace};
+use expertd_types::LayerId;
 
 use super::convert;
-use super::validate::validate;
-use crate::bytes::charges::{Ticket, guarded};
+use crate::bytes::budget::{Ticket, guarded};
 
 /// An accepted request.
 pub(crate) enum Taken {
@@ -56,4 +57,39 @@ pub(crate) async fn answer(
         answer.receipt.move_timings_to(trace);
     }
     Ok(convert::response(answer))
+}
+
+/// Checks a message against the model. `None` for zero tokens: the answer is empty and needs no step.
+pub(crate) fn validate(
+    model: &ModelInfo,
+    message: ForwardRequest,
+    envelope: Envelope,
+) -> Result<Option<Request>, Failure> {
+    check_model(model, &message.model)?;
+    check_any(model, asked(message), envelope)
+}
+
+fn asked(message: ForwardRequest) -> Asked {
+    let rows = message.payload.map(|Payload::Inline(rows)| rows.into());
+    Asked {
+        layer: LayerId(message.layer),
+        tokens: message.tokens as usize,
+        dtype: message.dtype.cast_unsigned(),
+        rows: AskedRows::Given(rows),
+        routing: message.routing.map(|given| AskedRouting {
+            ids: given.topk_ids,
+            weights: given.topk_weights,
+            k: given.k,
+        }),
+        token_ids: message.token_ids,
+        shared_experts: match SharedExperts::try_from(message.shared_experts) {
+            Ok(SharedExperts::Unspecified | SharedExperts::Include) => Ok(true),
+            Ok(SharedExperts::Exclude) => Ok(false),
+            Err(_) => Err(message.shared_experts),
+        },
+        expected_version: message.expected_weight_version,
+        expected_fingerprint: message.expected_weight_fingerprint,
+        return_routing: message.return_routing,
+        return_timings: message.return_timings,
+    }
 }

@@ -9,8 +9,7 @@ use tonic_health::server::HealthReporter;
 
 use expertd_core::backend::{Backend, ServiceState};
 use expertd_core::failure::public_text;
-use expertd_telemetry::names;
-use expertd_telemetry::progress;
+use expertd_telemetry::{names, progress};
 
 const MOE: &str = "expertd.v1.Moe";
 

@@ -22,7 +22,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::call::Call;
 use super::forward::{Taken, answer, take_in};
-use crate::bytes::charges::Ticket;
+use crate::bytes::budget::Ticket;
 use crate::status::{request_status, status_of};
 
 /// The answers of a stream.

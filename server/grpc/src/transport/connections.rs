@@ -21,8 +21,7 @@ use crate::access::{Peer, Protocol, peer_name};
 use crate::bytes::activity::{Activity, ConnectionTimeouts, Verdict};
 use crate::bytes::windows::{Window, Windows};
 use expertd_core::apart::{Closing, drop_apart};
-use expertd_telemetry::progress;
-use expertd_telemetry::{Rarely, names};
+use expertd_telemetry::{Rarely, names, progress};
 
 /// Pause after a failed `accept`, for example if no file descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

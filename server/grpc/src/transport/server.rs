@@ -60,31 +60,22 @@ pub struct ServerConfig {
 
 /// Why the server could not be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ServerError {
-    /// An address could not be bound.
     #[error("{setting}: {source}")]
-    Bind {
-        /// Name of the setting with the address.
-        setting: &'static str,
-        /// Why not.
-        source: BindError,
-    },
-    /// Rows and credentials would cross the network in plaintext.
+    Bind { setting: &'static str, source: BindError },
     #[error(
         "{0} can be reached from other hosts and would speak plaintext; give --tls-cert and --tls-key, listen on \
          127.0.0.1 or unix:/PATH, or pass --insecure if the network is trusted"
     )]
     Plaintext(Address),
-    /// Any process that reaches the port could drain the service.
     #[error(
         "Admin on the TCP address {0} needs tokens; give --admin-token-file, or serve it on a Unix-domain socket with \
          --admin-listen unix:/PATH"
     )]
     AdminWithoutTokens(Address),
-    /// No address was given.
     #[error("no address to listen on was given; use --listen")]
     NoAddress,
-    /// The protocol's descriptors are invalid.
     #[error("reflection could not be set up: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
@@ -149,13 +140,11 @@ impl Server {
     }
 
     /// The public addresses, with the ports that the system chose.
-    #[must_use]
     pub fn addresses(&self) -> Vec<Address> {
         self.public.iter().map(|(address, _)| address.clone()).collect()
     }
 
     /// The address of Admin, with the port that the system chose.
-    #[must_use]
     pub fn admin_address(&self) -> Option<Address> {
         self.admin.as_ref().map(|(address, _)| address.clone())
     }

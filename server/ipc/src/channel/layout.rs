@@ -133,7 +133,6 @@ impl ChannelLayout {
 
 impl GroupShape {
     /// Bytes of a slot's row area: all rows in f32, and each segment on its own cache line.
-    #[must_use]
     pub const fn row_area_bytes(&self) -> usize {
         (self.max_tokens_per_rank.saturating_mul(self.hidden).saturating_mul(4))
             .saturating_add(self.max_segments.saturating_mul(SEGMENT_ALIGN))

@@ -118,7 +118,6 @@ impl RankChannel {
     }
 
     /// The doorbell that the router rings after pushing a step.
-    #[must_use]
     pub const fn bell(&self) -> &Doorbell {
         &self.bell
     }
@@ -148,7 +147,6 @@ impl RankChannel {
     }
 
     /// Addresses of each slot's staging, for devices that access it directly.
-    #[must_use]
     pub fn staging_addresses(&self) -> Vec<StagingAddresses> {
         let addresses = |slot: &Staging| StagingAddresses {
             segments: slot.segments.as_ptr(),

@@ -81,7 +81,6 @@ impl Segment {
     pub const SHARED_EXPERTS: u32 = 2;
 
     /// Whether a flag is set.
-    #[must_use]
     pub const fn has(&self, flag: u32) -> bool {
         self.flags & flag != 0
     }
@@ -111,7 +110,6 @@ pub struct Completion {
 
 impl Completion {
     /// Sum of all phases except the copies between the host's memory and the rank's own, in nanoseconds.
-    #[must_use]
     pub fn computed_ns(&self) -> u64 {
         let phases = Phase::ALL.into_iter().zip(self.phase_ns);
         // Saturating: a faulty rank may report any durations.
@@ -119,7 +117,6 @@ impl Completion {
     }
 
     /// The message of a failed step.
-    #[must_use]
     pub fn text(&self) -> String {
         let len = usize::try_from(self.message_len).unwrap_or(usize::MAX).min(self.message.len());
         String::from_utf8_lossy(&self.message[..len]).into_owned()

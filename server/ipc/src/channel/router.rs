@@ -33,13 +33,11 @@ pub struct StagedRows {
 
 impl StagedRows {
     /// Whether the rank writes the answer to an attached memory; staging then holds its routing only.
-    #[must_use]
     pub const fn is_attached(&self) -> bool {
         self.is_attached
     }
 
     /// Number of rows.
-    #[must_use]
     pub const fn rows(&self) -> usize {
         self.rows
     }
@@ -93,9 +91,6 @@ pub struct RouterChannel {
 
 impl RouterChannel {
     /// Makes the shared memory of a generation.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
     pub fn create(shape: &GroupShape) -> Result<Self, ChannelError> {
         let places = ChannelLayout::new(shape)?;
         let region = SharedRegion::create("expertd-channel", places.bytes)?;
@@ -193,7 +188,6 @@ impl RouterChannel {
     ///
     /// # Panics
     /// If the step is in flight on the rows' rank.
-    #[must_use]
     pub fn answer(&self, staged: &StagedRows) -> &[u8] {
         let staging = self.returned_staging(staged);
         // SAFETY: the staging belongs to the router; the rank writes there only after another `launch`, which takes
@@ -225,14 +219,12 @@ impl RouterChannel {
 
     /// Sequence of the last step in `slot` whose completion words rank 0 has raised, or was about to raise: every result of that step
     /// is written. After a fault this is final once the ranks are reaped.
-    #[must_use]
     pub fn raised(&self, slot: Slot) -> u64 {
         let rank = self.links.first().and_then(|link| link.slots.get(slot.index()));
         rank.map_or(0, |staging| staging.raised.atomics()[0].load(Ordering::Acquire))
     }
 
     /// Sequence of the last exchange whose experts phase has ended on every rank.
-    #[must_use]
     pub fn experts_done(&self) -> u64 {
         self.links.iter().map(|l| l.experts_done.atomics()[0].load(Ordering::Acquire)).min().unwrap_or(0)
     }
@@ -243,13 +235,11 @@ impl RouterChannel {
     }
 
     /// The rank's heartbeat, a counter that increases while its process runs.
-    #[must_use]
     pub fn heartbeat(&self, rank: Rank) -> u64 {
         self.links[rank.index()].heartbeat.atomics()[0].load(Ordering::Relaxed)
     }
 
     /// The usage of the rank's device that the rank reported last; `None` if it has reported none.
-    #[must_use]
     pub fn usage(&self, rank: Rank) -> Option<DeviceUsage> {
         let words = self.links[rank.index()].usage.atomics();
         DeviceUsage::from_words(std::array::from_fn(|at| words[at].load(Ordering::Relaxed)))

@@ -73,7 +73,6 @@ impl<'a> CopyBatch<'a> {
     }
 
     /// Size of all copies together, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.ranges.last().map_or(0, |range| range.end)
     }

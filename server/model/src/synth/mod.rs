@@ -115,40 +115,23 @@ impl SynthConfig {
 
 /// An error that prevents a checkpoint from being synthesised.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum SynthError {
-    /// The family does not exist or cannot be synthesised.
     #[error("family `{0}` is unknown; the known families are {known}", known = configs::names().join(", "))]
     Family(String),
-    /// A size does not fit the family.
     #[error("{field}: expected {expected}, found {found}")]
-    Field {
-        /// Name of the size.
-        field: &'static str,
-        /// The accepted values.
-        expected: String,
-        /// The requested value.
-        found: String,
-    },
-    /// The file system has too little room.
+    Field { field: &'static str, expected: String, found: String },
     #[error(
         "{path}: the weights take {needed} bytes, and the file system has {free} free; choose smaller sizes or another folder"
     )]
     Space {
-        /// The folder.
         path: PathBuf,
-        /// Bytes of the weights.
         needed: u64,
         /// Free bytes, those of files that would be overwritten included.
         free: u64,
     },
-    /// A file cannot be written.
     #[error("{path}: cannot write the file: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The operating system's error.
-        source: std::io::Error,
-    },
+    Io { path: PathBuf, source: std::io::Error },
 }
 
 /// Names of the families that can be synthesised.

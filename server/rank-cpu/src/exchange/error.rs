@@ -26,79 +26,27 @@ pub enum SlotState {
 /// Why an exchange failed. All errors but [`State`](Self::State) and [`Slot`](Self::Slot) end the group: the other ranks are
 /// notified, and later calls return [`Ended`](Self::Ended).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ExchangeError {
-    /// The call does not fit the slot's state.
     #[error("slot {slot} is {found:?}, but the call requires {expected:?}")]
-    State {
-        /// The slot.
-        slot: Slot,
-        /// The state that the call requires.
-        expected: SlotState,
-        /// The slot's state.
-        found: SlotState,
-    },
-    /// No such slot.
+    State { slot: Slot, expected: SlotState, found: SlotState },
     #[error("slot {slot} is not one of {slots} slots")]
-    Slot {
-        /// The slot.
-        slot: Slot,
-        /// Number of slots in the group.
-        slots: usize,
-    },
-    /// Peers did not arrive in time.
+    Slot { slot: Slot, slots: usize },
     #[error("{phase} of exchange {sequence} waited {waited:?} for rank(s) {}", list(.peers))]
-    Missing {
-        /// `dispatch` or `combine`.
-        phase: &'static str,
-        /// The exchange.
-        sequence: Sequence,
-        /// The ranks that did not arrive.
-        peers: Vec<Rank>,
-        /// How long this rank waited.
-        waited: Duration,
-    },
-    /// A rank, possibly this one, reported a fault.
+    Missing { phase: &'static str, sequence: Sequence, peers: Vec<Rank>, waited: Duration },
     #[error("rank {rank} {cause}")]
-    Fault {
-        /// The rank that reported.
-        rank: Rank,
-        /// The cause that it reported.
-        cause: FaultCause,
-    },
+    Fault { rank: Rank, cause: FaultCause },
     /// A peer is at a later exchange: the ranks did not run the same steps.
     #[error(
         "{phase} of exchange {expected}: rank {peer} is at exchange {found} already; ranks must run the same steps"
     )]
-    Ahead {
-        /// `dispatch` or `combine`.
-        phase: &'static str,
-        /// The rank that is ahead.
-        peer: Rank,
-        /// This rank's exchange.
-        expected: Sequence,
-        /// The peer's exchange.
-        found: Sequence,
-    },
-    /// A peer's header contradicts the windows or this rank's step.
+    Ahead { phase: &'static str, peer: Rank, expected: Sequence, found: Sequence },
     #[error(
         "rank {peer} announces {rows} rows with k = {k}; this step has k = {expected_k} and at most {max_rows} rows"
     )]
-    Head {
-        /// The peer.
-        peer: Rank,
-        /// The peer's number of rows.
-        rows: u32,
-        /// The peer's number of experts per token.
-        k: u32,
-        /// This rank's number of experts per token.
-        expected_k: u32,
-        /// Capacity of a dispatch area, in rows.
-        max_rows: usize,
-    },
-    /// The generation has used all sequences.
+    Head { peer: Rank, rows: u32, k: u32, expected_k: u32, max_rows: usize },
     #[error("the generation has used all of its 2^40 sequences; a new generation is needed")]
     Exhausted,
-    /// An earlier fault has ended the group.
     #[error("the group has ended after an earlier fault")]
     Ended,
 }

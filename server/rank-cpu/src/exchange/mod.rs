@@ -63,9 +63,6 @@ pub(crate) struct Exchange {
 
 impl Exchange {
     /// Attaches to the windows in `region`, claiming this rank's.
-    ///
-    /// # Errors
-    /// [`AttachError`].
     pub(crate) fn attach(
         layout: &WindowLayout,
         region: &Arc<SharedRegion>,
@@ -75,9 +72,6 @@ impl Exchange {
     }
 
     /// Maps an inherited descriptor and attaches to the windows in it.
-    ///
-    /// # Errors
-    /// [`AttachError`].
     pub(crate) fn from_fd(
         layout: &WindowLayout,
         fd: OwnedFd,
@@ -93,9 +87,6 @@ impl Exchange {
     }
 
     /// Begins the next exchange in an idle slot, with `k` experts per token.
-    ///
-    /// # Errors
-    /// [`ExchangeError`].
     pub(crate) fn begin(&mut self, slot: Slot, k: u32) -> Result<Sequence, ExchangeError> {
         self.expect(slot, SlotState::Idle)?;
         self.check_error_word()?;
@@ -154,9 +145,6 @@ impl Exchange {
     }
 
     /// Waits for the dispatch flag of every peer, including peers with no rows.
-    ///
-    /// # Errors
-    /// [`ExchangeError`].
     pub(crate) fn wait_dispatch(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.wait(slot, FlagKind::Dispatch, SlotState::Sent)?;
         let expected_k = self.slots[slot.index()].k;
@@ -198,9 +186,6 @@ impl Exchange {
     }
 
     /// Waits for the combine flag of every peer, including peers with no rows.
-    ///
-    /// # Errors
-    /// [`ExchangeError`].
     pub(crate) fn wait_combine(&mut self, slot: Slot) -> Result<(), ExchangeError> {
         self.wait(slot, FlagKind::Combine, SlotState::Returning)?;
         self.slots[slot.index()].state = SlotState::Returned;
@@ -244,9 +229,6 @@ impl Exchange {
     }
 
     /// Fails unless the slot is in state `expected`.
-    ///
-    /// # Errors
-    /// [`ExchangeError::State`], [`ExchangeError::Slot`] or [`ExchangeError::Ended`].
     pub(crate) fn expect(&self, slot: Slot, expected: SlotState) -> Result<(), ExchangeError> {
         if self.ended {
             return Err(ExchangeError::Ended);

@@ -69,9 +69,6 @@ pub struct CpuGroup {
 }
 
 /// The layout of a group's windows.
-///
-/// # Errors
-/// [`ConfigError`].
 pub fn window_layout(config: &EpConfig) -> Result<WindowLayout, ConfigError> {
     config.validate()?;
     let &EpConfig { ranks, slots, hidden, max_top_k, max_tokens_per_rank, .. } = config;
@@ -80,18 +77,12 @@ pub fn window_layout(config: &EpConfig) -> Result<WindowLayout, ConfigError> {
 }
 
 /// Creates the windows of a generation, whose descriptor the ranks inherit.
-///
-/// # Errors
-/// [`EpError::Config`] or [`EpError::Region`].
 pub fn create_windows(config: &EpConfig) -> Result<Arc<SharedRegion>, EpError> {
     Ok(window_layout(config)?.create(config.generation)?)
 }
 
 /// Makes a group of N ranks in one process, for N threads. Each rank has a mapping of its own and runs the same code as in
 /// a process of its own. `config.rank` is ignored.
-///
-/// # Errors
-/// As [`create_windows`] and [`CpuGroup::attach`].
 pub fn loopback(config: &EpConfig) -> Result<Vec<CpuGroup>, EpError> {
     let config = EpConfig { rank: Rank(0), ..config.clone() };
     let region = create_windows(&config)?;
@@ -105,18 +96,12 @@ pub fn loopback(config: &EpConfig) -> Result<Vec<CpuGroup>, EpError> {
 
 impl CpuGroup {
     /// Joins the group whose windows are in `region`.
-    ///
-    /// # Errors
-    /// [`EpError::Config`] or [`EpError::Attach`].
     pub fn attach(region: &Arc<SharedRegion>, config: EpConfig) -> Result<Self, EpError> {
         let exchange = Exchange::attach(&window_layout(&config)?, region, options(&config))?;
         Ok(Self::over(exchange, config))
     }
 
     /// Joins the group whose windows are in an inherited descriptor.
-    ///
-    /// # Errors
-    /// [`EpError::Config`] or [`EpError::Attach`].
     pub fn from_fd(fd: OwnedFd, config: EpConfig) -> Result<Self, EpError> {
         let exchange = Exchange::from_fd(&window_layout(&config)?, fd, options(&config))?;
         Ok(Self::over(exchange, config))
@@ -149,16 +134,12 @@ fn options(config: &EpConfig) -> ExchangeOptions {
 
 impl CpuGroup {
     /// The configuration of the group.
-    #[must_use]
     pub fn config(&self) -> &EpConfig {
         &self.config
     }
 
     /// Begins an exchange in an idle slot: determines which ranks each token goes to and lays out the routing, which the
     /// slot keeps until [`combine_wait`](Self::combine_wait).
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn prepare(&mut self, slot: Slot, routing: HostRouting<'_>) -> Result<Sequence, EpError> {
         self.expect(slot, SlotState::Idle)?;
         self.routes[slot.index()].lay_out(&routing)?;
@@ -171,9 +152,6 @@ impl CpuGroup {
     }
 
     /// Pushes each row once to every rank that owns one of its experts, and signals all ranks. Never waits.
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn dispatch_send(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
         self.expect(slot, SlotState::Open)?;
         self.check_rows(slot, "rows", rows.len())?;
@@ -196,35 +174,23 @@ impl CpuGroup {
     }
 
     /// Waits until every rank's rows for this rank have arrived.
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn dispatch_wait(&mut self, slot: Slot) -> Result<(), EpError> {
         Ok(self.exchange.wait_dispatch(slot)?)
     }
 
     /// The rows that arrived. The caller writes **every** partial row: the weighted sum of the outputs of this rank's
     /// experts.
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn received(&mut self, slot: Slot) -> Result<ReceivedIter<'_>, EpError> {
         Ok(self.exchange.received(slot)?)
     }
 
     /// Returns the partial rows to their sources, and signals all ranks. Never waits.
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn combine_send(&mut self, slot: Slot) -> Result<(), EpError> {
         Ok(self.exchange.send_combine(slot)?)
     }
 
     /// Waits until every rank's partial rows have arrived, and writes each token's sum over ranks to `out`, added in f32 in
     /// ascending order of ranks. A token without experts gets zeros. Ends the exchange.
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn combine_wait(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
         self.expect(slot, SlotState::Returning)?;
         self.check_rows(slot, "out", out.len())?;
@@ -253,18 +219,12 @@ impl CpuGroup {
     }
 
     /// Calls [`dispatch_send`](Self::dispatch_send), then [`dispatch_wait`](Self::dispatch_wait).
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn dispatch(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
         self.dispatch_send(slot, rows)?;
         self.dispatch_wait(slot)
     }
 
     /// Calls [`combine_send`](Self::combine_send), then [`combine_wait`](Self::combine_wait).
-    ///
-    /// # Errors
-    /// [`EpError`].
     pub fn combine(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
         self.combine_send(slot)?;
         self.combine_wait(slot, out)

@@ -4,16 +4,15 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 
 use expertd_ipc::{Raise, Segment};
-use expertd_kernels::device::{Device, Pinned};
+use expertd_kernels::device::{Device, Pinned, ShareableMemory, Unmapped, uuid_of};
 use expertd_kernels::params::{MAX_RAISES, Raise as DeviceRaise};
 use expertd_rank::ClientMemory;
 use expertd_rank::segments::{CheckedSegment, RowsPlace};
-use expertd_session::cuda::{Gpu, ImportedMemory};
 use expertd_shm::SharedSlice;
-use expertd_types::MemoryId;
+use expertd_types::{MemoryId, uuid_text};
 
 /// Copy engines carry a segment of at least this many bytes in a step whose rows they carry; kernels access smaller ones
 /// directly, because each copy costs the host microseconds.
@@ -27,7 +26,7 @@ enum Attached {
     Host(PinnedHost),
     /// Memory of a client's GPU, which kernels access over NVLink.
     Device {
-        memory: ImportedMemory,
+        memory: ShareableMemory,
         /// The session's control region, where this rank raises completion words.
         control: Option<PinnedHost>,
     },
@@ -58,6 +57,35 @@ impl PinnedHost {
         let fits = offset.is_multiple_of(size) && offset + size <= self.bytes.len();
         fits.then(|| self.pinned.address() + offset as u64)
     }
+}
+
+/// Maps all `bytes` bytes of the memory behind a client's descriptor. `named` is the UUID of the GPU that has it, as the client says.
+pub(crate) fn import(
+    device: &Device,
+    fd: BorrowedFd<'_>,
+    bytes: usize,
+    named: [u8; 16],
+) -> Result<ShareableMemory, String> {
+    let gpu = uuid_text(&named);
+    let memory = Unmapped::import(device, fd)
+        .map_err(|error| format!("the descriptor is not memory of a GPU that this process sees: {error}"))?;
+    let owner = memory.owner().map_err(|error| error.to_string())?;
+    let owner = owner.ok_or("the descriptor is memory of the host, expected a GPU's")?;
+    let owning = uuid_of(owner).map_err(|_| {
+        format!("the memory is on GPU {gpu}, which this process does not see; look at CUDA_VISIBLE_DEVICES")
+    })?;
+    if owning != named {
+        return Err(format!("the memory is on GPU {}, but the client names GPU {gpu}", uuid_text(&owning)));
+    }
+    if !device.reaches_number(owner).map_err(|error| error.to_string())? {
+        let own = device.ordinal();
+        return Err(format!(
+            "GPU {own} of the service cannot access the memory of GPU {gpu}, which the client uses"
+        ));
+    }
+    memory
+        .map(bytes)
+        .map_err(|error| format!("{bytes} bytes of the client's memory cannot be mapped: {error}"))
 }
 
 /// The attached memories.
@@ -117,9 +145,7 @@ impl Memories {
         let attached = match client {
             ClientMemory::Host(bytes) => Attached::Host(PinnedHost::register(device, bytes)?),
             ClientMemory::Device(client) => {
-                let gpu = Gpu::open(device.ordinal()).map_err(|error| error.to_string())?;
-                let imported = ImportedMemory::import(&gpu, client.fd.as_fd(), client.bytes, client.device);
-                let memory = imported.map_err(|error| error.to_string())?;
+                let memory = import(device, client.fd.as_fd(), client.bytes, client.device)?;
                 let control =
                     self.raises.then(|| PinnedHost::register(device, client.control)).transpose()?;
                 Attached::Device { memory, control }

@@ -21,7 +21,7 @@ mod gate_tests;
 mod graphs;
 mod injected;
 mod layers;
-mod memories;
+pub(crate) mod memories;
 mod open;
 mod pad;
 mod parts;

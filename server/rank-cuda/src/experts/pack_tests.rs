@@ -148,3 +148,27 @@ fn exported_memory_outlives_its_allocation() {
     assert!(read.iter().all(|byte| *byte == 0x5a));
     assert!(ShareableMemory::import(&device, fd.as_fd(), bytes + (64 << 20)).is_err());
 }
+
+/// Memory of a client is mapped only if it is what the client says.
+#[test]
+#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
+fn memory_of_a_client_is_checked() {
+    use crate::engine::memories::import;
+    use std::os::fd::AsFd as _;
+    let device = Device::open(0).unwrap();
+    let memory = ShareableMemory::allocate(&device, 3 << 20).unwrap();
+    let (bytes, fd, uuid) = (memory.bytes(), memory.export().unwrap(), device.uuid().unwrap());
+    let imported = import(&device, fd.as_fd(), bytes, uuid).unwrap();
+    // SAFETY: both map the same bytes, and no kernel runs.
+    unsafe { fill_device(imported.address(), 0x3c, bytes) }.unwrap();
+    let mut read = vec![0; bytes];
+    // SAFETY: the memory has these bytes.
+    unsafe { read_device(memory.address(), &mut read) }.unwrap();
+    assert!(read.iter().all(|byte| *byte == 0x3c), "it is written in place");
+    let other = import(&device, fd.as_fd(), bytes, [7; 16]).unwrap_err();
+    assert!(other.contains("the client names"), "{other}");
+    let larger = import(&device, fd.as_fd(), bytes + (2 << 20), uuid).unwrap_err();
+    assert!(larger.contains("cannot be mapped"), "{larger}");
+    let file = import(&device, tempfile::tempfile().unwrap().as_fd(), bytes, uuid).unwrap_err();
+    assert!(file.contains("not memory of a GPU"), "{file}");
+}

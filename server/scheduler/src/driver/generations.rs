@@ -85,7 +85,7 @@ impl<R: Ranks> Driver<R> {
 
     /// Tells the step loop that experts phases have ended.
     pub(super) fn hear_experts(&mut self) {
-        let Some((generation, _)) = self.group else { return };
+        let Some((generation, _)) = self.group.filter(|_| !self.is_ending) else { return };
         let ended = self.ranks.experts_ended();
         if let Some(step) = ended.filter(|_| ended != self.experts_ended) {
             self.experts_ended = ended;
@@ -95,7 +95,7 @@ impl<R: Ranks> Driver<R> {
 
     /// Takes in what ranks have done.
     pub(super) fn hear_ranks(&mut self) {
-        if self.group.is_none() {
+        if self.group.is_none() || self.is_ending {
             return;
         }
         let news = self.ranks.poll();
@@ -168,27 +168,39 @@ impl<R: Ranks> Driver<R> {
 
     /// The step loop's generation has a fault.
     fn fault(&mut self, fault: &Fault) {
-        let Some(generation) = self.steps.generation() else { return };
+        let Some(generation) = self.steps.generation().filter(|_| !self.steps.is_leaving()) else { return };
         self.ranks.note_fault(generation, fault);
+        self.ready = None;
         if let Some(ticket) = self.weights.fault() {
             self.ranks.end_reload(ticket, Err(ReloadFailure::NotServed(fault.clone())));
         }
-        // Calls whose clients were told of their end must not be computed again: these have gone on.
+        self.steps.group_ended(generation, fault);
+    }
+
+    /// Begins to end the ranks of a generation: they are killed and reaped, so that a rank that wakes up late cannot write to the next
+    /// one.
+    pub(super) fn end_group(&mut self) {
+        self.ranks.end();
+        (self.is_ending, self.ready) = (true, None);
+        self.hear_end();
+    }
+
+    /// Takes in the end of the ranks of a generation.
+    pub(super) fn hear_end(&mut self) {
+        if !self.is_ending {
+            return;
+        }
+        let Some(left) = self.ranks.poll_end() else { return };
+        // Calls whose clients were told of their end must be neither computed again nor failed: these have gone on.
         while let Some((step, at)) = self.ranks.collect_told() {
             self.end_step(step, at);
         }
-        self.steps.group_ended(generation, fault, self.ranks.now());
-    }
-
-    /// Ends the ranks of a generation.
-    pub(super) fn end_group(&mut self) {
-        // Ranks are killed and reaped, so that a rank that wakes up late cannot write to the next generation.
-        let left = self.ranks.end();
         let now = self.ranks.now();
         self.leave_memories(&left, now);
         self.weights.group_ended(now);
         self.free_unneeded();
         self.launched.clear();
-        (self.group, self.ready, self.experts_ended) = (None, None, None);
+        (self.group, self.experts_ended, self.is_ending) = (None, None, false);
+        self.steps.group_gone(now);
     }
 }

@@ -44,7 +44,7 @@ impl<R: Ranks> Driver<R> {
     pub(super) fn order_memories(&mut self) {
         let now = self.ranks.now();
         // A pause ends with the next event, or with the periodic tick. Before steps form, orders disturb no call.
-        let may_order = self.ready.is_some() || now >= self.next_order;
+        let may_order = !self.is_ending && (self.ready.is_some() || now >= self.next_order);
         while let Some(action) = self.attachments.poll(may_order) {
             match action {
                 Action::Attach(memory) => self.ranks.attach(memory),

@@ -101,13 +101,10 @@ pub trait Callers {
     fn release(&mut self, memory: MemoryId);
 }
 
-/// The ranks of one generation, and loaders of one set of weights at a time. Nothing here waits, except for processes to be reaped.
+/// The ranks of one generation, and loaders of one set of weights at a time. Nothing here waits.
 pub trait Ranks: Callers {
     /// Starts the loaders of a set. `beside`: a generation serves meanwhile; otherwise they wait until all memory that was freed
     /// before, also that of ended loaders, is free.
-    ///
-    /// # Errors
-    /// If they could not be started.
     fn load(
         &mut self,
         version: WeightVersion,
@@ -129,9 +126,6 @@ pub trait Ranks: Callers {
     fn note_forming(&mut self, generation: Generation);
 
     /// Starts the ranks of a generation with a whole set.
-    ///
-    /// # Errors
-    /// If they could not be started.
     fn form(&mut self, generation: Generation, version: WeightVersion) -> Result<(), Fault>;
 
     /// Takes in news of ranks. Returns whether they have just become ready for steps.
@@ -152,15 +146,19 @@ pub trait Ranks: Callers {
     /// Takes the oldest step in flight if every rank has completed it, and keeps its rows. Returns when it ended.
     fn collect(&mut self) -> Option<(StepId, Time)>;
 
-    /// After a fault: as [`collect`](Self::collect), for a step whose calls were told of their end by a rank.
+    /// After the end of the ranks: as [`collect`](Self::collect), for a step whose calls were told of their end by a rank. If there is
+    /// none, what the ranks shared with the service is released.
     fn collect_told(&mut self) -> Option<(StepId, Time)>;
 
     /// A generation has ended by a fault; the service serves no more.
     fn note_fault(&mut self, generation: Generation, fault: &Fault);
 
-    /// Kills and reaps the ranks, if there are any. Returns the processes that do not end, which may still access the memory that
-    /// they mapped.
-    fn end(&mut self) -> Vec<u32>;
+    /// Kills the ranks, if there are any, and has them reaped. Until they are gone no other call is made about them.
+    fn end(&mut self);
+
+    /// Returns once the ranks are reaped, or have not ended in time: the processes that do not end, which may still access the memory
+    /// that they mapped.
+    fn poll_end(&mut self) -> Option<Vec<u32>>;
 
     /// A generation is ready, with the weights that come from `source`.
     fn note_ready(&mut self, generation: Generation, version: WeightVersion, source: &Self::Source);

@@ -27,7 +27,6 @@ pub(super) struct Told {
 
 impl StepLoop {
     /// Whether [`exchange`](Self::exchange) would tell the inbox something new.
-    #[must_use]
     pub fn has_news_for_inbox(&self, now: Time) -> bool {
         self.told.is_none_or(|told| {
             told.waiting_tokens != self.queued_tokens()
@@ -84,6 +83,7 @@ impl StepLoop {
                 lost_steps: 0,
                 steps: Vec::new(),
                 tokens_per_rank: Vec::new(),
+                in_place: submission.in_place,
                 withdrawn: None,
             };
             // The inbox learns of a fault or of the end at the next exchange; requests that arrived before are refused here.
@@ -137,7 +137,8 @@ impl StepLoop {
     }
 
     pub(super) fn expected_ready(&self, now: Time) -> Time {
-        self.recovery.expected_ready(self.group.map(|group| group.formed), now)
+        let forming = self.group.filter(|_| !self.is_leaving());
+        self.recovery.expected_ready(forming.map(|group| group.formed), now)
     }
 
     /// The failure of requests that do not wait for the next generation.

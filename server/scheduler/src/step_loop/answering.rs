@@ -15,8 +15,8 @@ impl StepLoop {
         }
     }
 
-    /// Event: every rank has completed the oldest step, and its rows have been copied out of its slot. A step of a generation that has
-    /// ended is ignored.
+    /// Event: every rank has completed the oldest step, and its rows have been copied out of its slot. While ranks are being ended: a
+    /// rank has told the calls of that step of their end. A step of a generation that has ended is ignored.
     pub fn step_done(&mut self, generation: Generation, step: StepId, now: Time) {
         let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) else { return };
         if self.in_flight.front().is_none_or(|oldest| oldest.id != step) {

@@ -45,7 +45,6 @@ impl StepLoop {
     }
 
     /// Whether a step of waiting requests could be formed now.
-    #[must_use]
     pub fn can_form(&self, now: Time) -> bool {
         self.choose(now).is_some()
     }
@@ -176,28 +175,33 @@ impl StepLoop {
         self.actions.push_front(Action::Launch { step: id });
     }
 
-    /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. While a step in flight names
-    /// the request, ranks may still read its rows and write its output, so that it fails when its last step has ended.
+    /// Whether a request must not end yet: a step in flight names it. While ranks are being ended, only memory that callers lend still
+    /// matters: ranks may read and write it until they are gone.
+    fn is_held(&self, request: &Request) -> bool {
+        request.is_in_step() && (request.in_place || !self.is_leaving())
+    }
+
+    /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. One that is held fails when its
+    /// last step has ended.
     fn withdraw(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
-        let Some(request) = self.requests.get_mut(&key) else { return };
+        let Some(request) = self.requests.get(&key) else { return };
         let failure = if request.is_late(now) && !has_left(key) {
             Failure::DeadlineExceeded
         } else {
             Failure::Cancelled
         };
-        if request.is_in_step() {
+        if !self.is_held(request) {
+            self.end_request(key, failure);
+        } else if let Some(request) = self.requests.get_mut(&key) {
             request.withdrawn = Some(failure);
-        } else {
-            self.requests.remove(&key);
-            self.actions.push_back(Action::Fail { key, failure });
         }
     }
 
-    /// Drops waiting requests that are late or whose callers have left. Requests with rows in a step are kept.
+    /// Drops requests that are late or whose callers have left, unless they are held.
     pub(super) fn sweep(&mut self, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         self.next_sweep = now + super::SWEEP_INTERVAL;
         let unwanted = |(key, request): (&RequestKey, &Request)| {
-            let unwanted = !request.is_in_step() && (request.is_late(now) || has_left(*key));
+            let unwanted = !self.is_held(request) && (request.is_late(now) || has_left(*key));
             unwanted.then_some(*key)
         };
         let mut keys: Vec<RequestKey> = self.requests.iter().filter_map(unwanted).collect();
@@ -226,9 +230,11 @@ impl StepLoop {
         }
     }
 
-    pub(super) const fn forget_in_step(&mut self, request: &Request) {
-        if request.is_in_step() {
-            self.in_step -= 1;
+    /// Fails a request whose waiting rows have left the queue.
+    pub(super) fn end_request(&mut self, key: RequestKey, failure: Failure) {
+        if let Some(request) = self.requests.remove(&key) {
+            self.in_step -= usize::from(request.is_in_step());
+            self.actions.push_back(Action::Fail { key, failure });
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use expertd_types::{Generation, WeightVersion};
 
-use super::{Action, End, GroupLife, OnFault, Request, ServiceState, StepLoop};
+use super::{Action, End, GroupLife, Leaving, OnFault, Request, ServiceState, StepLoop};
 use crate::recovery::{GiveUp, Life, jittered};
 use crate::{Failure, Fault, FaultKind, RequestKey, StepKind, Time};
 
@@ -33,21 +33,20 @@ impl StepLoop {
     /// The next generation is to serve other weights, which are loaded: the present one ends once its steps are complete,
     /// and requests wait for the next. A generation that is being formed is replaced at once.
     pub fn replace_group(&mut self) {
-        if self.group.is_some() && self.ending.is_none() {
+        // The next generation takes the newest weights in any case.
+        if self.group.is_some() && self.ending.is_none() && self.leaving.is_none() {
             self.is_replaced = true;
         }
     }
 
     /// Ends a generation that is to be replaced and has no step in flight; whether it did.
-    pub(super) fn end_replaced_group(&mut self, now: Time) -> bool {
-        if !self.is_replaced || !self.in_flight.is_empty() {
+    pub(super) fn end_replaced_group(&mut self) -> bool {
+        if !self.is_replaced || self.group.is_none() || self.is_leaving() || !self.in_flight.is_empty() {
             return false;
         }
-        let Some(group) = self.group.take() else { return false };
         (self.is_replaced, self.is_replacement) = (false, true);
-        self.recovery.replaced(now);
         self.reason = "other weights are about to serve".into();
-        self.actions.push_back(Action::EndGroup { generation: group.generation });
+        self.end_group(Leaving::Replaced);
         if self.drain.is_none() {
             let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
             self.show(state, Arc::clone(&self.reason));
@@ -57,8 +56,8 @@ impl StepLoop {
 
     /// Event: all ranks of a generation are ready, with weights of `version`.
     pub fn group_ready(&mut self, generation: Generation, version: WeightVersion, now: Time) {
-        let Some(group) = self.group.as_mut().filter(|g| g.generation == generation && g.ready.is_none())
-        else {
+        let is_forming = |group: &&mut GroupLife| group.generation == generation && group.ready.is_none();
+        let Some(group) = self.group.as_mut().filter(is_forming).filter(|_| self.leaving.is_none()) else {
             return;
         };
         group.ready = Some(now);
@@ -112,29 +111,58 @@ impl StepLoop {
         }
     }
 
-    /// Event: a generation has ended by a fault, or could not start. The event is ignored if the generation has already ended.
-    pub fn group_ended(&mut self, generation: Generation, fault: &Fault, now: Time) {
-        if self.ending.is_some() || self.has_ended {
+    /// Has the ranks of the generation killed and reaped, which [`group_gone`](Self::group_gone) ends.
+    fn end_group(&mut self, why: Leaving) {
+        if let Some(generation) = self.generation() {
+            self.leaving = Some(why);
+            self.actions.push_back(Action::EndGroup { generation });
+        }
+    }
+
+    /// Event: a generation has a fault, or could not start. The event is ignored if the generation is already being ended.
+    pub fn group_ended(&mut self, generation: Generation, fault: &Fault) {
+        if self.ending.is_some() || self.has_ended || self.leaving.is_some() {
             return;
         }
-        let Some(group) = self.group.take_if(|group| group.generation == generation) else { return };
-        self.actions.push_back(Action::EndGroup { generation });
+        if self.generation() != Some(generation) {
+            return;
+        }
         // The next generation takes the newest weights in any case.
         (self.is_replaced, self.is_replacement) = (false, false);
+        self.reason = self.what_follows().into();
+        self.end_group(Leaving::Fault(fault.clone()));
+        self.show_fault(fault);
+    }
+
+    /// Callers are told only that there was a fault. Details such as processes and paths are for operators.
+    fn show_fault(&mut self, fault: &Fault) {
+        if self.drain.is_none() {
+            let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
+            self.show(state, format!("{}: {}", self.reason, fault.message).into());
+        }
+    }
+
+    /// Event: the ranks of the generation are gone, and the steps whose calls they have told of their end are complete.
+    pub fn group_gone(&mut self, now: Time) {
+        let Some(group) = self.group.take_if(|_| self.leaving.is_some()) else { return };
+        match self.leaving.take() {
+            Some(Leaving::Fault(fault)) => self.after_fault(group, &fault, now),
+            Some(Leaving::Replaced) => self.recovery.replaced(now),
+            // The service ends, and their requests fail.
+            Some(Leaving::Drained) | None => self.in_flight.clear(),
+        }
+    }
+
+    fn after_fault(&mut self, group: GroupLife, fault: &Fault, now: Time) {
         let poison = self.take_back_steps();
         let life = Life { ready: group.ready, completed_a_step: group.steps_completed > 0 };
         let given_up = self.recovery.ended(now, life).err();
-        // Callers are told only that there was a fault. Details such as processes and paths are for operators.
         self.reason = self.describe(now).into();
-        let shown: Arc<str> = format!("{}: {}", self.reason, fault.message).into();
         if let Some(end) = given_up.map(|why| why.end(fault)).or(poison) {
             self.give_up(end);
             return;
         }
-        if self.drain.is_none() {
-            let state = if self.has_served { ServiceState::Reforming } else { ServiceState::Loading };
-            self.show(state, shown);
-        }
+        self.show_fault(fault);
         match self.config.on_fault {
             OnFault::Fail => self.fail_where(now, |_| true),
             OnFault::Retry => {
@@ -144,9 +172,12 @@ impl StepLoop {
         }
     }
 
+    const fn what_follows(&self) -> &'static str {
+        if self.has_served { "the EP group is re-forming" } else { "the weights are being loaded again" }
+    }
+
     fn describe(&self, now: Time) -> String {
-        let what =
-            if self.has_served { "the EP group is re-forming" } else { "the weights are being loaded again" };
+        let what = self.what_follows();
         let pause = self.recovery.next_attempt().since(now);
         let pause = if pause.is_zero() { String::new() } else { format!(" in {} ms", pause.as_millis()) };
         format!("{what}{pause}, {} tries left", self.recovery.tries_left())
@@ -231,10 +262,7 @@ impl StepLoop {
     fn fail(&mut self, key: RequestKey, failure: Failure) {
         debug_assert!(self.in_flight.is_empty(), "a step in flight may name request {key}");
         self.leave_queue(key);
-        if let Some(request) = self.requests.remove(&key) {
-            self.forget_in_step(&request);
-            self.actions.push_back(Action::Fail { key, failure });
-        }
+        self.end_request(key, failure);
     }
 
     fn fail_all(&mut self, reason: &Arc<str>) -> u64 {
@@ -261,12 +289,12 @@ impl StepLoop {
         if !self.requests.is_empty() && now < deadline {
             return false;
         }
-        if !self.in_flight.is_empty()
-            && let Some(group) = self.group.take()
-        {
+        if !self.in_flight.is_empty() {
             // The failed requests' memory is free for other uses, so that no rank may write it any more.
-            self.actions.push_back(Action::EndGroup { generation: group.generation });
-            self.in_flight.clear();
+            if self.leaving.is_none() {
+                self.end_group(Leaving::Drained);
+            }
+            return false;
         }
         let reason = "the service is draining, and its drain timeout passed before the answer was complete";
         let dropped = self.fail_all(&reason.into());

@@ -23,30 +23,22 @@ impl Layout {
     }
 
     /// Appends an area of `bytes` that begins on a cache line of its own; returns its offset.
-    ///
-    /// # Errors
-    /// [`RegionError::TooLarge`].
     pub fn line(&mut self, bytes: usize) -> Result<usize, RegionError> {
         self.area(bytes, LINE)
     }
 
     /// Appends an area of `bytes` that begins on a page of its own; returns its offset.
-    ///
-    /// # Errors
-    /// [`RegionError::TooLarge`].
     pub fn page(&mut self, bytes: usize) -> Result<usize, RegionError> {
         self.area(bytes, PAGE)
     }
 
     /// Length of a region that holds all areas, in bytes: a multiple of [`PAGE`].
-    #[must_use]
     pub const fn len(&self) -> usize {
         // `area` refuses lengths that this rounding would overflow.
         self.len.next_multiple_of(PAGE)
     }
 
     /// Whether no area was appended.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }

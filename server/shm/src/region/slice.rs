@@ -37,21 +37,16 @@ impl<T: Pod> SharedSlice<T> {
     }
 
     /// Number of elements.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
     /// Whether there are no elements.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// A view of `len` elements of this view, from element `start` on.
-    ///
-    /// # Errors
-    /// [`RegionError::OutOfBounds`].
     pub fn part(&self, start: usize, len: usize) -> Result<Self, RegionError> {
         if start.checked_add(len).is_none_or(|end| end > self.len) {
             let size = size_of::<T>();
@@ -64,7 +59,6 @@ impl<T: Pod> SharedSlice<T> {
     }
 
     /// The region that holds the elements.
-    #[must_use]
     pub const fn region(&self) -> &Arc<SharedRegion> {
         &self.region
     }
@@ -81,7 +75,6 @@ impl<T: Pod> SharedSlice<T> {
     /// No thread of any process writes these elements while the slice lives: their writer has released them (by storing
     /// a flag with release ordering that the caller has loaded with acquire ordering) and does not write again before
     /// the caller has released them in turn.
-    #[must_use]
     pub unsafe fn as_slice(&self) -> &[T] {
         // SAFETY: in bounds and aligned (checked when the view was made), initialised (memfds are zeroed), unchanged
         // while borrowed (the caller's promise).
@@ -93,7 +86,6 @@ impl<T: Pod> SharedSlice<T> {
     /// # Safety
     /// No other thread of any process accesses these elements while the slice lives: all others have released them as
     /// for [`as_slice`](Self::as_slice), and the caller makes no second slice of them meanwhile.
-    #[must_use]
     #[allow(clippy::mut_from_ref, reason = "exclusive by the caller's promise: the view is only an address")]
     pub unsafe fn as_mut_slice(&self) -> &mut [T] {
         // SAFETY: as in `as_slice`, and exclusive by the caller's promise.
@@ -103,7 +95,6 @@ impl<T: Pod> SharedSlice<T> {
 
 impl SharedSlice<u64> {
     /// The elements as atomics, which any number of processes may access at once.
-    #[must_use]
     pub const fn atomics(&self) -> &[AtomicU64] {
         // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU64>(), self.len) }
@@ -112,7 +103,6 @@ impl SharedSlice<u64> {
 
 impl SharedSlice<u32> {
     /// The elements as atomics, which any number of processes may access at once.
-    #[must_use]
     pub const fn atomics(&self) -> &[AtomicU32] {
         // SAFETY: same size and alignment; words that are used as atomics are never made plain slices of.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<AtomicU32>(), self.len) }

@@ -35,7 +35,6 @@ struct State {
 impl TraceParent {
     /// Begins the span of a request that arrived at `arrived`, for `method`, which is `Forward`, `ForwardStream` or
     /// `Session`. `None` if its trace is not sampled.
-    #[must_use]
     pub fn begin(&self, method: &'static str, arrived: Instant) -> Option<Arc<RequestTrace>> {
         let traces = TRACES.get()?;
         let (instant, time) = (Instant::now(), SystemTime::now());
@@ -107,7 +106,6 @@ impl RequestTrace {
     }
 
     /// Whether only the span needs the timings of steps.
-    #[must_use]
     pub fn has_own_timings(&self) -> bool {
         self.with(|state| state.span.is_some() && !state.timings_asked)
     }

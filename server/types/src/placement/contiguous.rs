@@ -29,13 +29,11 @@ impl Placement {
     }
 
     /// Number of experts placed.
-    #[must_use]
     pub const fn num_experts(&self) -> usize {
         self.num_experts as usize
     }
 
     /// Number of ranks.
-    #[must_use]
     pub const fn ranks(&self) -> usize {
         self.ranks as usize
     }
@@ -50,7 +48,6 @@ impl Placement {
     }
 
     /// The rank that owns `expert`, which must lie in `0..num_experts`.
-    #[must_use]
     pub const fn owner(&self, expert: ExpertId) -> Rank {
         let (share, extra) = (self.num_experts / self.ranks, self.num_experts % self.ranks);
         let longer = extra * (share + 1);
@@ -62,7 +59,6 @@ impl Placement {
     }
 
     /// The largest number of experts that one rank owns.
-    #[must_use]
     pub const fn max_per_rank(&self) -> usize {
         self.num_experts.div_ceil(self.ranks) as usize
     }

@@ -11,70 +11,30 @@ use crate::{ExpertId, LayerId, Rank};
 
 /// Why a placement cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum PlacementError {
-    /// The text is not a placement.
     #[error(
         "the placement is not valid JSON of the form {{\"ranks\": 2, \"layers\": [{{\"layer\": 0, \"experts\": [[0], [1]]}}]}}: {0}"
     )]
     Syntax(String),
-    /// It is for another number of ranks.
     #[error(
         "the placement is for {found} ranks, but the service has {expected}; make one with `expertd rebalance`"
     )]
-    Ranks {
-        /// Ranks of the placement.
-        found: usize,
-        /// Ranks of the service.
-        expected: usize,
-    },
-    /// A layer lists experts for another number of ranks.
+    Ranks { found: usize, expected: usize },
     #[error("layer {layer} of the placement lists the experts of {found} ranks, expected {expected}")]
-    LayerRanks {
-        /// The layer.
-        layer: LayerId,
-        /// Number of lists.
-        found: usize,
-        /// Ranks of the placement.
-        expected: usize,
-    },
-    /// A layer is listed twice.
+    LayerRanks { layer: LayerId, found: usize, expected: usize },
     #[error("layer {0} occurs twice in the placement")]
     LayerTwice(LayerId),
-    /// A layer has no MoE block, or the service does not hold it.
     #[error("layer {0} of the placement is no MoE layer that this service holds; remove it")]
     NoLayer(LayerId),
-    /// There is no such expert.
     #[error(
         "layer {layer}: rank {rank} owns expert {expert} by the placement, but experts are numbered below {experts}"
     )]
-    NoExpert {
-        /// The layer.
-        layer: LayerId,
-        /// The rank.
-        rank: Rank,
-        /// The expert.
-        expert: u32,
-        /// Number of experts of the layer.
-        experts: usize,
-    },
-    /// A rank lists an expert twice.
+    NoExpert { layer: LayerId, rank: Rank, expert: u32, experts: usize },
     #[error("layer {layer}: rank {rank} lists expert {expert} twice; a second copy must be on another rank")]
-    Twice {
-        /// The layer.
-        layer: LayerId,
-        /// The rank.
-        rank: Rank,
-        /// The expert.
-        expert: u32,
-    },
-    /// No rank owns an expert.
+    Twice { layer: LayerId, rank: Rank, expert: u32 },
     #[error("layer {layer}: no rank owns expert {expert} by the placement; every expert needs at least one")]
-    Missing {
-        /// The layer.
-        layer: LayerId,
-        /// The expert.
-        expert: u32,
-    },
+    Missing { layer: LayerId, expert: u32 },
 }
 
 /// The experts that each rank owns in one layer. An expert may have copies on several ranks, and ranks may own different numbers of
@@ -104,25 +64,21 @@ impl LayerPlacement {
     }
 
     /// Number of ranks.
-    #[must_use]
     pub const fn ranks(&self) -> usize {
         self.experts.len()
     }
 
     /// The experts that a rank owns, ascending; none if there is no such rank.
-    #[must_use]
     pub fn experts_of(&self, rank: Rank) -> &[u32] {
         self.experts.get(rank.index()).map_or(&[], Vec::as_slice)
     }
 
     /// Number of copies of all experts, all ranks together.
-    #[must_use]
     pub fn copies(&self) -> usize {
         self.experts.iter().map(Vec::len).sum()
     }
 
     /// The experts that a rank owns as ranges of consecutive ones: first expert and count.
-    #[must_use]
     pub fn ranges_of(&self, rank: Rank) -> Vec<(u32, u32)> {
         let runs = self.experts_of(rank).chunk_by(|a, b| a + 1 == *b);
         runs.map(|run| (run[0], run.len() as u32)).collect()
@@ -196,19 +152,16 @@ impl ExpertOwners {
     }
 
     /// Number of experts.
-    #[must_use]
     pub const fn len(&self) -> usize {
         self.first.len() - 1
     }
 
     /// Whether there are no experts.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// The ranks that own an expert, ascending; `None` if there is no such expert.
-    #[must_use]
     pub fn of(&self, expert: ExpertId) -> Option<&[Rank]> {
         let end = *self.first.get(expert.index() + 1)? as usize;
         Some(&self.ranks[self.first[expert.index()] as usize..end])
@@ -216,7 +169,6 @@ impl ExpertOwners {
 
     /// The rank whose copy of an expert computes a row: consecutive rows use the copies in turn. `None` if there is no such expert,
     /// or it has no owner.
-    #[must_use]
     pub fn for_row(&self, expert: ExpertId, row: usize) -> Option<Rank> {
         match self.of(expert)? {
             [] => None,
@@ -265,7 +217,6 @@ impl ExpertPlacement {
     }
 
     /// Number of ranks.
-    #[must_use]
     pub const fn ranks(&self) -> usize {
         self.ranks
     }
@@ -276,7 +227,6 @@ impl ExpertPlacement {
     }
 
     /// The placement of a layer, if it is listed.
-    #[must_use]
     pub fn layer(&self, layer: LayerId) -> Option<&LayerPlacement> {
         self.layers().find(|(listed, _)| *listed == layer).map(|(_, placement)| placement)
     }

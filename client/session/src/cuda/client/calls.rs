@@ -383,8 +383,10 @@ fn memory_operation(
 
 const _: () = {
     use std::mem::offset_of;
-    use sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st as Wait;
-    use sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as Write;
+    use sys::{
+        CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st as Wait,
+        CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as Write,
+    };
     assert!(offset_of!(Wait, operation) == offset_of!(Write, operation));
     assert!(offset_of!(Wait, address) == offset_of!(Write, address));
     assert!(offset_of!(Wait, __bindgen_anon_1) == offset_of!(Write, __bindgen_anon_1));

@@ -44,14 +44,12 @@ const SHARED_GPU_TIMEOUT_MS: u64 = 30_000;
 
 /// Why a service cannot be planned; exit status 64.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum PlanError {
-    /// A setting is invalid.
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    /// The checkpoint cannot be served.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// The sizes contradict each other or exceed the address space.
     #[error("{0}")]
     Sizes(String),
 }

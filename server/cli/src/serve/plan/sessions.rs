@@ -19,13 +19,11 @@ pub struct SessionPlan {
 impl SessionPlan {
     /// File descriptors of all sessions: the sockets of clients, with and without a session; and for each memory another one of the
     /// socket, one of the region, and that of memory on a GPU.
-    #[must_use]
     pub const fn descriptors(&self) -> usize {
         self.limits.sessions + MAX_OPENING + 3 * self.limits.memories()
     }
 
     /// Bytes that the router maps of all sessions, at most.
-    #[must_use]
     pub const fn router_bytes(&self) -> usize {
         self.limits.bytes / self.limits.mappings
     }

@@ -14,37 +14,15 @@ use expertd_model::ExpertWeights;
 
 /// An error that prevents an expert from being packed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ExpertError {
-    /// A matrix is inconsistent.
     #[error("the {projection} projection: {source}")]
-    Matrix {
-        /// Name of the projection.
-        projection: &'static str,
-        /// What is inconsistent.
-        source: PackError,
-    },
+    Matrix { projection: &'static str, source: PackError },
     /// The shape of the down projection does not match the gate projection.
     #[error("the down projection should be [{hidden}, {intermediate}], but is [{rows}, {cols}]")]
-    Down {
-        /// Input features of the gate projection.
-        hidden: usize,
-        /// Output features of the gate projection.
-        intermediate: usize,
-        /// Rows of the down projection.
-        rows: usize,
-        /// Columns of the down projection.
-        cols: usize,
-    },
-    /// A bias and its projection's output differ in length.
+    Down { hidden: usize, intermediate: usize, rows: usize, cols: usize },
     #[error("the bias of the {projection} projection should have {expected} elements, but has {found}")]
-    Bias {
-        /// Name of the projection.
-        projection: &'static str,
-        /// Output features.
-        expected: usize,
-        /// Elements of the bias.
-        found: usize,
-    },
+    Bias { projection: &'static str, expected: usize, found: usize },
 }
 
 /// The parts of a [`CpuExpert`].
@@ -141,31 +119,26 @@ impl CpuExpert {
     }
 
     /// The packed gate and up projections, and the packed down projection.
-    #[must_use]
     pub const fn matrices(&self) -> [&PackedMatrix; 2] {
         [&self.gate_up, &self.down]
     }
 
     /// The packed biases of the same; empty if the expert has none.
-    #[must_use]
     pub fn biases(&self) -> [&[f32]; 2] {
         [&self.gate_up_bias, &self.down_bias]
     }
 
     /// Length of an input and output row.
-    #[must_use]
     pub fn hidden(&self) -> usize {
         self.gate_up.k()
     }
 
     /// Number of features between the projections.
-    #[must_use]
     pub fn intermediate(&self) -> usize {
         self.down.k()
     }
 
     /// Size of the packed weights, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         self.gate_up.bytes()
             + self.down.bytes()

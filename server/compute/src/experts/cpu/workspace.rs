@@ -87,7 +87,6 @@ impl Workspace {
     }
 
     /// Size of the workspace once all of it has been used, in bytes.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         let rows = [&self.x, &self.h, &self.x_scales, &self.h_scales];
         rows.into_iter().chain(&self.sums).map(|buffer| buffer.len()).sum::<usize>() * size_of::<f32>()

@@ -36,13 +36,12 @@ pub(crate) struct StepDone {
     /// `[ranks]`: completion records.
     pub completions: Vec<Completion>,
     /// Whether the ranks were killed before all of them had reported the step's end.
-    pub is_after_fault: bool,
+    pub is_after_end: bool,
 }
 
 impl StepDone {
     /// The largest [`Completion::computed_ns`] of any rank. It is less than the sum of [`phase_ns`](Self::phase_ns) if one rank
     /// waited for another, because the sum counts the wait twice.
-    #[must_use]
     pub(crate) fn computed_ns(&self) -> u64 {
         self.completions.iter().map(Completion::computed_ns).max().unwrap_or(0)
     }
@@ -50,7 +49,6 @@ impl StepDone {
 
 impl Group {
     /// The newest step in flight whose experts phase has ended on every rank.
-    #[must_use]
     pub(crate) fn experts_ended(&self) -> Option<StepId> {
         let last = self.in_flight.back()?;
         let done = self.channel.experts_done();
@@ -118,22 +116,17 @@ impl Group {
         self.pop_done(false)
     }
 
-    /// Takes the oldest step in flight if its completion words were raised, or were about to be, before a fault of the generation.
-    /// The first call kills and reaps the ranks, so that no word is raised later. Completions that the router has not received are
-    /// empty.
+    /// After the end of the ranks: takes the oldest step in flight if its completion words were raised, or were about to be.
+    /// Completions that the router has not received are empty.
     pub(crate) fn take_raised(&mut self) -> Option<StepDone> {
-        if !self.in_flight.front()?.raises {
-            return None;
-        }
-        self.kill_and_reap();
         let step = self.in_flight.front()?;
-        if self.channel.raised(step.slot) != step.sequence {
+        if !step.raises || self.channel.raised(step.slot) != step.sequence {
             return None;
         }
         self.pop_done(true)
     }
 
-    fn pop_done(&mut self, is_after_fault: bool) -> Option<StepDone> {
+    fn pop_done(&mut self, is_after_end: bool) -> Option<StepDone> {
         let step = self.in_flight.pop_front()?;
         self.front_time = ObservedTime::start(Instant::now());
         let completions =
@@ -143,11 +136,10 @@ impl Group {
         for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
             *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
         }
-        Some(StepDone { step: step.step, tokens: step.tokens, phase_ns, completions, is_after_fault })
+        Some(StepDone { step: step.step, tokens: step.tokens, phase_ns, completions, is_after_end })
     }
 
     /// Output rows of a completed step.
-    #[must_use]
     pub(crate) fn answer(&self, staged: &StagedRows) -> &[u8] {
         self.channel.answer(staged)
     }

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use expertd_ipc::RowSource;
 use expertd_ipc::control::CheckpointSource;
 use expertd_scheduler::{
     Ask, Attachment, Callers, Failure, Mail, MemoryMail as Memory, Receipt, ReloadFailure, Reloaded,
@@ -70,10 +69,7 @@ impl Callers for Processes {
     }
 
     fn memory_of(&self, key: RequestKey) -> Option<MemoryId> {
-        match self.active.get(&key)?.rows(0..1).rows {
-            RowSource::Attached(rows) => Some(rows.memory),
-            RowSource::Own(_) => None,
-        }
+        self.active.get(&key)?.memory()
     }
 
     fn answer(&mut self, key: RequestKey, receipt: Receipt) {

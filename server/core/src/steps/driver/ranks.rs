@@ -7,6 +7,7 @@ use expertd_scheduler::{AttachAnswer, Fault, FaultKind, LoadFailure, Ranks, Step
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use super::Processes;
+use crate::apart::drop_apart;
 use crate::cluster::{Group, Loading, ObservedTime};
 use expertd_telemetry::names;
 
@@ -114,23 +115,33 @@ impl Ranks for Processes {
     }
 
     fn collect_told(&mut self) -> Option<(StepId, Time)> {
-        let done = self.group.as_mut()?.take_raised()?;
-        self.keep_rows(done)
+        if let Some(done) = self.group.as_mut()?.take_raised() {
+            return self.keep_rows(done);
+        }
+        drop_apart(self.group.take());
+        self.launched.clear();
+        self.shared.note_steps(false);
+        None
     }
 
     fn note_fault(&mut self, generation: Generation, fault: &Fault) {
         tracing::error!(generation = generation.0, reason = fault.kind.label(), %fault, "generation ended");
         metrics::counter!(names::GENERATION_ENDS_TOTAL, "reason" => fault.kind.label()).increment(1);
-        self.serves_no_more("the EP group is re-forming");
     }
 
-    fn end(&mut self) -> Vec<u32> {
-        self.serves_no_more("the ranks of the generation are being ended");
-        let left = self.group.take().map(Group::end).unwrap_or_default();
-        self.launched.clear();
+    fn end(&mut self) {
+        if let Some(group) = &mut self.group {
+            group.end(&self.shared.bell);
+        }
         self.shared.note_steps(false);
         self.show_ranks();
-        left
+    }
+
+    fn poll_end(&mut self) -> Option<Vec<u32>> {
+        match &self.group {
+            Some(group) => group.left(),
+            None => Some(Vec::new()),
+        }
     }
 
     fn note_ready(&mut self, generation: Generation, version: WeightVersion, source: &CheckpointSource) {

@@ -91,7 +91,7 @@ impl Processes {
             if keys.last() != Some(key) {
                 active.add_timing(timing);
                 if launched.raises {
-                    active.set_raising(if done.is_after_fault { Raising::KilledRank } else { Raising::Rank });
+                    active.set_raising(if done.is_after_end { Raising::KilledRank } else { Raising::Rank });
                 }
                 keys.push(*key);
                 if !staged.is_attached() {

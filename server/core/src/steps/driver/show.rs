@@ -49,47 +49,34 @@ impl Processes {
 
     pub(super) fn show_ranks(&self) {
         let loading = self.loading.as_ref().filter(|loading| !loading.is_in_background());
-        let ranks = match (&self.group, loading) {
-            (None, Some(loading)) => (0..)
-                .zip(loading.views())
-                .map(|(rank, view)| RankStatus {
-                    rank: Rank(rank),
-                    pid: view.pid,
-                    device: self.cluster.device.to_string(),
-                    state: RankState::Loading,
-                    weight_bytes_loaded: view.loaded_bytes,
-                    weight_bytes_total: view.total_bytes,
-                    usage: None,
-                })
-                .collect(),
-            (Some(group), _) => (0..)
-                .zip(group.ranks())
-                .map(|(rank, view)| {
-                    metrics::gauge!(names::RANK_WEIGHT_BYTES, "rank" => rank.to_string())
-                        .set(view.loaded_bytes as f64);
-                    RankStatus {
-                        rank: Rank(rank),
-                        pid: view.pid,
-                        device: view.device.clone().unwrap_or_else(|| self.cluster.device.to_string()),
-                        state: if view.ready { RankState::Ready } else { RankState::Loading },
-                        weight_bytes_loaded: view.loaded_bytes,
-                        weight_bytes_total: view.total_bytes,
-                        usage: view.usage,
-                    }
-                })
-                .collect(),
-            (None, None) => (0..self.cluster.shape.ranks)
-                .map(|rank| RankStatus {
-                    rank: Rank(rank),
-                    pid: 0,
-                    device: self.cluster.device.to_string(),
-                    state: RankState::Gone,
-                    weight_bytes_loaded: 0,
-                    weight_bytes_total: 0,
-                    usage: None,
-                })
-                .collect(),
+        let group = self.group.as_ref().filter(|group| !group.is_ending());
+        let gone = |rank| RankStatus {
+            rank: Rank(rank),
+            pid: 0,
+            device: self.cluster.device.to_string(),
+            state: RankState::Gone,
+            weight_bytes_loaded: 0,
+            weight_bytes_total: 0,
+            usage: None,
         };
+        let mut ranks: Vec<RankStatus> = (0..self.cluster.shape.ranks).map(gone).collect();
+        if let Some(group) = group {
+            for (status, view) in ranks.iter_mut().zip(group.ranks()) {
+                let label = status.rank.to_string();
+                metrics::gauge!(names::RANK_WEIGHT_BYTES, "rank" => label).set(view.loaded_bytes as f64);
+                (status.pid, status.usage) = (view.pid, view.usage);
+                status.device = view.device.clone().unwrap_or_else(|| status.device.clone());
+                status.state = if view.ready { RankState::Ready } else { RankState::Loading };
+                (status.weight_bytes_loaded, status.weight_bytes_total) =
+                    (view.loaded_bytes, view.total_bytes);
+            }
+        } else if let Some(loading) = loading {
+            for (status, view) in ranks.iter_mut().zip(loading.views()) {
+                (status.pid, status.state) = (view.pid, RankState::Loading);
+                (status.weight_bytes_loaded, status.weight_bytes_total) =
+                    (view.loaded_bytes, view.total_bytes);
+            }
+        }
         self.shared.status.lock().unwrap_or_else(PoisonError::into_inner).ranks = ranks;
     }
 

@@ -46,7 +46,6 @@ impl<'a> From<&'a [u8]> for RowSource<'a> {
 
 impl RowSource<'_> {
     /// Length of the rows, in bytes.
-    #[must_use]
     pub const fn len(&self) -> usize {
         match self {
             RowSource::Own(rows) => rows.len(),
@@ -55,7 +54,6 @@ impl RowSource<'_> {
     }
 
     /// Whether there are no bytes.
-    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }

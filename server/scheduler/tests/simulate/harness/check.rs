@@ -8,6 +8,7 @@ use expertd_scheduler::{
 use expertd_types::Generation;
 
 use super::callers::Caller;
+use super::ranks::{Ending, Ranks};
 use super::world::World;
 
 /// Returns an error with this text from the enclosing function unless the condition holds.
@@ -132,9 +133,15 @@ impl World {
     }
 
     /// Checks that no rank may still read the rows of a request or write its output: every step that names it has ended on all ranks,
-    /// or the ranks have been reaped.
-    fn check_unused(&self, key: RequestKey) -> Result<(), String> {
-        let ranks = self.ranks.iter().filter(|ranks| !ranks.is_killed);
+    /// or the ranks have been reaped. Killed ranks no longer matter to a request that lends no memory.
+    fn check_unused(&mut self, key: RequestKey) -> Result<(), String> {
+        let lends = self.caller(key)?.memory.is_some();
+        self.seen.ended_while_ranks_end += u64::from(self.is_ending());
+        let matters = |ranks: &&Ranks| match ranks.ending {
+            None => true,
+            Some(ending) => lends && ending != Ending::Heard,
+        };
+        let ranks = self.ranks.iter().filter(matters);
         let mut steps = ranks.flat_map(|ranks| &ranks.steps).filter(|step| !step.is_done);
         match steps.find(|step| step.step.rows.iter().any(|range| range.key == key)) {
             None => Ok(()),
@@ -210,6 +217,7 @@ impl World {
         self.check_unused(key)?;
         let caller = self.caller(key)?.clone();
         ensure!(!caller.is_answered, "request {key} is answered twice");
+        ensure!(!caller.is_told, "request {key} fails, and a rank has told it of its end");
         self.seen.withdrawn_while_in_a_step += u64::from(caller.was_withdrawn);
         match failure {
             Failure::Cancelled => {
@@ -284,6 +292,7 @@ impl World {
             tokens: 1,
             deadline: None,
             expected_version: None,
+            in_place: false,
         };
         let admitted = self.inbox.submit(self.now, submission, 0);
         ensure!(admitted.is_err(), "a request was admitted after the end");

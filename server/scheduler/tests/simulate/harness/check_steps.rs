@@ -188,7 +188,9 @@ impl World {
         {
             // The thread learns of a drain, and closes admission, at the next exchange.
             let is_told = !self.inbox.has_mail() && !steps.has_news_for_inbox(now);
-            ensure!(!is_told || self.end.is_some(), "a drain goes on after its deadline");
+            // Ranks that write in memory of callers are ended first.
+            let waits = self.is_ending() && !self.told.in_flight.is_empty();
+            ensure!(!is_told || waits || self.end.is_some(), "a drain goes on after its deadline");
         }
         let state = if steps.has_news_for_inbox(now) || self.inbox.has_mail() {
             self.shown
@@ -205,7 +207,8 @@ impl World {
         };
         ensure!(self.shown == state, "the service shows {:?}, but its state is {state:?}", self.shown);
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
-            if !caller.is_received || caller.is_in_step() {
+            let is_held = caller.is_in_step() && (caller.memory.is_some() || !self.is_ending());
+            if !caller.is_received || is_held {
                 continue;
             }
             let too_long = |since| now.since(caller.waits_since.max(since)) > SWEEP_INTERVAL;
@@ -225,7 +228,7 @@ impl World {
         }
         let (config, now) = (&self.schedule.config, self.asked.get());
         let mut due = now + SWEEP_INTERVAL;
-        due = self.drain.map_or(due, |deadline| due.min(deadline));
+        due = self.drain.filter(|_| !self.is_ending()).map_or(due, |deadline| due.min(deadline));
         if steps.generation().is_none() {
             due = due.min(self.told.ended_at + self.told.pause);
         }
@@ -286,26 +289,59 @@ impl World {
         Ok(())
     }
 
-    /// Notes that a generation ends. One that no fault ended is being replaced, and has no step in flight.
-    pub(super) fn note_replaced(&mut self) -> Result<(), String> {
-        let Some(generation) = self.told.group.take() else { return Ok(()) };
+    /// Checks that a generation whose ranks are ended had a fault, is replaced without steps in flight, or is ended by a drain.
+    pub(super) fn check_replaced(&mut self) -> Result<(), String> {
         let ends_drain = self.drain.is_some_and(|deadline| deadline <= self.now);
-        if !self.told.is_replaced || ends_drain && !self.told.in_flight.is_empty() {
+        if self.told.has_fault || ends_drain && !self.told.in_flight.is_empty() {
             return Ok(());
         }
-        ensure!(self.told.in_flight.is_empty(), "generation {generation} is replaced with steps in flight");
-        self.told.is_replaced = false;
+        ensure!(self.told.is_replaced, "ranks are ended without cause");
+        ensure!(self.told.in_flight.is_empty(), "a generation is replaced with steps in flight");
         self.told.is_replacement = true;
-        (self.told.serving, self.told.ready_at, self.told.steps_done) = (None, None, 0);
-        (self.told.ended_at, self.told.pause) = (self.now, Duration::ZERO);
-        self.seen.replacements += 1;
-        self.bound_waits();
         Ok(())
+    }
+
+    /// Notes that the ranks of the present generation are being ended.
+    pub(super) fn note_ending(&mut self, by_fault: bool) {
+        if by_fault {
+            (self.told.has_fault, self.told.is_replacement) = (true, false);
+        }
+        self.told.is_replaced = false;
+        self.told.leaving = self.told.leaving.or(self.told.serving.take());
+        for index in &self.open {
+            self.callers[*index].waits_since = self.now;
+        }
+    }
+
+    /// Notes that the ranks are gone, and that the step loop is about to be told so.
+    pub(super) fn note_gone(&mut self) {
+        if let Some(ranks) = self.ranks.take() {
+            let last = ranks.steps.back().map(|step| step.step.id);
+            self.last_step = Some((ranks.generation, last.unwrap_or(StepId(1))));
+            if !std::mem::take(&mut self.left).is_empty() {
+                self.endangered = ranks.has.into_iter().flatten().collect();
+                self.endangered.dedup();
+            }
+        }
+        let has_fault = std::mem::take(&mut self.told.has_fault);
+        if has_fault {
+            self.note_ended();
+        } else if self.told.in_flight.is_empty() {
+            self.seen.replacements += 1;
+        }
+        self.told.group = None;
+        (self.told.leaving, self.told.ready_at, self.told.steps_done) = (None, None, 0);
+        self.told.ended_at = self.now;
+        if !has_fault {
+            self.told.pause = Duration::ZERO;
+        }
+        self.bound_waits();
     }
 
     /// Notes that the step loop is told of a completed step.
     pub(super) fn note_done(&mut self, generation: Generation, step: StepId) {
-        let Some((_, version)) = self.told.serving.filter(|(serving, _)| *serving == generation) else {
+        let served = self.told.serving.or(self.told.leaving);
+        let Some((_, version)) = served.filter(|(serving, _)| *serving == generation) else {
             return;
         };
         if self.told.in_flight.front().is_none_or(|(oldest, _)| oldest.id != step) {
@@ -335,12 +371,8 @@ impl World {
     }
 
     /// Notes that the step loop is told that the generation has ended by a fault.
-    pub(super) fn note_ended(&mut self) {
-        if self.told.group.take().is_none() {
-            return;
-        }
+    fn note_ended(&mut self) {
         self.seen.faults += 1;
-        (self.told.is_replaced, self.told.is_replacement) = (false, false);
         let told = &mut self.told;
         let lived = told.ready_at.map_or(Duration::ZERO, |ready| self.now.since(ready));
         told.unready += u32::from(told.ready_at.is_none());
@@ -354,8 +386,6 @@ impl World {
             0 | 1 => Duration::ZERO,
             ends => (Duration::from_millis(100) * 2u32.pow((ends - 2).min(10))).min(Duration::from_secs(5)),
         };
-        told.ended_at = self.now;
-        (told.serving, told.ready_at, told.steps_done) = (None, None, 0);
         let lost: Vec<_> = told.in_flight.drain(..).collect();
         self.seen.steps_lost += lost.len() as u64;
         self.trials_lost += lost.iter().filter(|(step, _)| is_trial(step)).count() as u32;
@@ -374,6 +404,5 @@ impl World {
             caller.lost += 1;
             caller.was_lost_alone = keys.len() == 1 && lost.len() == 1;
         }
-        self.bound_waits();
     }
 }

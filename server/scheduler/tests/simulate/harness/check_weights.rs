@@ -121,6 +121,7 @@ impl World {
                 let is_whole = self.is_whole(self.served.0);
                 let is_true = waiting.next().is_some()
                     || !is_whole
+                    || self.is_ending() && self.sets != [self.served]
                     || reload.checked_against != self.served.0.0
                     || self.load_failed == Some((source, true));
                 ensure!(is_true, "reload {ticket} is refused without cause: {reason}");
@@ -163,7 +164,10 @@ impl World {
         );
         let of = |source: &Source| *source == self.served.1 || !self.reloads[source.0].is_answered;
         let loading = self.loaders.iter().map(|loaders| loaders.source);
-        let mut unneeded = self.sets.iter().map(|(_, source)| *source).chain(loading).filter(|s| !of(s));
+        // Ranks that are being ended still map theirs.
+        let ending = self.ranks.as_ref().filter(|_| self.is_ending()).map(|ranks| ranks.version);
+        let sets = self.sets.iter().filter(|(version, _)| Some(*version) != ending);
+        let mut unneeded = sets.map(|(_, source)| *source).chain(loading).filter(|s| !of(s));
         ensure!(unneeded.next().is_none(), "weights that nothing needs are in memory: {:?}", self.sets);
         Ok(())
     }

@@ -61,6 +61,7 @@ impl World {
                 Failing::Form => self.next_form_fails = true,
                 Failing::Launch => self.next_launch_fails = true,
                 Failing::End => self.next_end_leaves = true,
+                Failing::QuickEnd => self.next_end_is_slow = true,
             },
             Input::Reload { has_room, is_quick, is_outdated } => {
                 let checked_against = self.served.0.0 - u64::from(is_outdated);
@@ -86,6 +87,9 @@ impl World {
             Input::RankAnswers { refuses } => {
                 self.rank_answers(refuses);
             }
+            Input::Reaped => {
+                self.ranks_end();
+            }
             Input::RankLies => self.rank_lies(),
             Input::OrderIsLate => self.order_is_late(),
             Input::StaleNews => self.stale_news = true,
@@ -109,8 +113,14 @@ impl World {
     pub(super) fn submit(&mut self, call: Call) {
         let Call { client, kind, tokens, deadline, is_poison, is_closed_loop, memory, expected } = call;
         let kind = self.schedule.kinds[kind];
-        let submission =
-            Submission { client: ClientKey(client), kind, tokens, deadline, expected_version: expected };
+        let submission = Submission {
+            client: ClientKey(client),
+            kind,
+            tokens,
+            deadline,
+            expected_version: expected,
+            in_place: memory.is_some(),
+        };
         let queued = self.inbox.queued_tokens();
         let index = self.callers.len();
         match self.inbox.submit(self.now, submission, index) {
@@ -205,6 +215,6 @@ impl World {
         steps.step_done(generation, step, self.now);
         steps.experts_ended(generation, step);
         steps.group_ready(generation, WeightVersion(999), self.now);
-        steps.group_ended(generation, &fault, self.now);
+        steps.group_ended(generation, &fault);
     }
 }

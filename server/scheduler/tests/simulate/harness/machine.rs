@@ -10,7 +10,7 @@ use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use super::check_steps::is_trial;
 use super::inputs::Call;
-use super::ranks::{Loaders, Order, RankStep, Ranks, Source};
+use super::ranks::{Ending, Loaders, Order, RankStep, Ranks, Source};
 use super::sessions::Session;
 use super::world::World;
 
@@ -179,7 +179,7 @@ impl Machine for World {
         match &end {
             Some(Ok(())) => {
                 self.sets.push((version, source));
-                self.told.is_replaced |= beside && self.told.group.is_some();
+                self.told.is_replaced |= beside && self.told.group.is_some() && !self.is_ending();
             }
             Some(Err(failure)) => {
                 self.load_failed = Some((source, beside));
@@ -200,7 +200,7 @@ impl Machine for World {
 
     fn note_drop(&mut self, lacks_room: Option<&str>) {
         self.note(|| format!("    weights are to be dropped: {lacks_room:?}"));
-        self.told.is_replaced |= self.told.group.is_some();
+        self.told.is_replaced |= self.told.group.is_some() && !self.is_ending();
     }
 
     fn note_forming(&mut self, generation: Generation) {
@@ -300,18 +300,17 @@ impl Machine for World {
 
     fn collect_told(&mut self) -> Option<(StepId, Time)> {
         let told = self.ranks.as_mut().and_then(|ranks| {
-            ranks.is_killed |= ranks.steps.front().is_some_and(|step| step.tells);
-            ranks.is_dead |= ranks.is_killed;
             ranks.steps.front().filter(|step| step.has_told)?;
             let step = ranks.steps.pop_front()?;
             Some((ranks.generation, step.step.id))
         });
         let Some((generation, step)) = told else {
-            self.note_ended();
+            self.note_gone();
             return None;
         };
         self.note(|| format!("    step {step} was told to be complete"));
         self.seen.told_steps_kept += 1;
+        self.seen.told_before_a_drains_end += u64::from(!self.told.has_fault);
         self.note_done(generation, step);
         Some((step, self.now))
     }
@@ -321,24 +320,34 @@ impl Machine for World {
         self.seen.answers_to_no_order += u64::from(fault.message.contains("not asked"));
         self.seen.orders_too_late += u64::from(fault.message.contains("within"));
         self.heard_fault = true;
+        self.note_ending(true);
     }
 
-    fn end(&mut self) -> Vec<u32> {
+    fn end(&mut self) {
         self.note(|| "    the ranks are ended".to_owned());
-        let checked = self.note_replaced();
+        let checked = self.check_replaced();
         self.demand(checked);
-        let left = if std::mem::take(&mut self.next_end_leaves) { vec![4711] } else { Vec::new() };
-        if let Some(ranks) = self.ranks.take() {
-            let last = ranks.steps.back().map(|step| step.step.id);
-            self.last_step = Some((ranks.generation, last.unwrap_or(StepId(1))));
-            if !left.is_empty() {
-                self.endangered = ranks.has.into_iter().flatten().collect();
-                self.endangered.dedup();
-            }
+        self.note_ending(false);
+        self.left = if std::mem::take(&mut self.next_end_leaves) { vec![4711] } else { Vec::new() };
+        let is_slow = std::mem::take(&mut self.next_end_is_slow);
+        if let Some(ranks) = &mut self.ranks {
+            ranks.is_dead = true;
+            ranks.ending = Some(if is_slow { Ending::Slow } else { Ending::Reaped });
         }
         self.failed_to_form = None;
         self.pulse();
-        left
+    }
+
+    fn poll_end(&mut self) -> Option<Vec<u32>> {
+        self.pulse();
+        if let Some(ranks) = &mut self.ranks {
+            if ranks.ending != Some(Ending::Reaped) {
+                return None;
+            }
+            ranks.ending = Some(Ending::Heard);
+        }
+        self.note(|| "    the ranks are gone".to_owned());
+        Some(self.left.clone())
     }
 
     fn note_ready(&mut self, generation: Generation, version: WeightVersion, source: &Source) {

@@ -12,6 +12,7 @@ mod ranks;
 mod schedule;
 mod sessions;
 mod shares;
+mod with_sessions;
 mod world;
 
 use std::fmt;
@@ -78,7 +79,10 @@ seen!(
     orders_too_late,
     answers_to_no_order,
     steps_in_place,
-    told_steps_kept
+    told_steps_kept,
+    told_while_ending,
+    told_before_a_drains_end,
+    ended_while_ranks_end
 );
 
 /// A schedule that broke an invariant, shrunk.

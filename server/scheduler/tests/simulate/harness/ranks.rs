@@ -33,6 +33,17 @@ pub(super) struct Order {
     pub(super) is_late: bool,
 }
 
+/// The end of killed ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// They may still write and tell.
+    Slow,
+    /// They are reaped, which the driver has not heard.
+    Reaped,
+    /// The driver has heard it.
+    Heard,
+}
+
 /// The ranks of the generation that was formed last.
 #[derive(Clone, Debug)]
 pub(super) struct Ranks {
@@ -43,8 +54,8 @@ pub(super) struct Ranks {
     /// A fault that the driver has not heard.
     pub(super) fault: Option<Fault>,
     pub(super) is_dead: bool,
-    /// Whether they were reaped before the end of the generation.
-    pub(super) is_killed: bool,
+    /// Set once they are killed.
+    pub(super) ending: Option<Ending>,
     pub(super) steps: VecDeque<RankStep>,
     /// `[ranks]`: the memories that the rank has.
     pub(super) has: Vec<BTreeSet<MemoryId>>,
@@ -63,7 +74,7 @@ impl Ranks {
             is_ready_heard: false,
             fault: None,
             is_dead: false,
-            is_killed: false,
+            ending: None,
             steps: VecDeque::new(),
             has: vec![BTreeSet::new(); ranks],
             asked: BTreeSet::new(),
@@ -74,6 +85,9 @@ impl Ranks {
 
     /// Whether the driver has something to hear.
     pub(super) fn has_news(&self) -> bool {
+        if self.ending.is_some() {
+            return self.ending == Some(Ending::Reaped);
+        }
         self.is_ready && !self.is_ready_heard
             || self.fault.is_some()
             || !self.is_dead && self.steps.front().is_some_and(|step| step.is_done)
@@ -124,10 +138,14 @@ impl World {
 
     /// A rank tells the calls of the oldest step that they have ended, which the router learns later.
     pub(super) fn ranks_tell(&mut self) {
-        let Some(ranks) = self.ranks.as_mut().filter(|ranks| !ranks.is_dead) else { return };
+        // A rank that is killed may tell until it is reaped.
+        let may_tell = |ranks: &&mut Ranks| matches!(ranks.ending, None | Some(Ending::Slow));
+        let Some(ranks) = self.ranks.as_mut().filter(may_tell) else { return };
+        let is_ending = ranks.ending.is_some();
         let oldest = ranks.steps.iter_mut().find(|step| !step.is_done && !step.has_told);
         if let Some(step) = oldest.filter(|step| step.tells && !step.is_poison) {
             (step.experts_ended, step.has_told) = (true, true);
+            self.seen.told_while_ending += u64::from(is_ending);
             for range in &step.step.rows {
                 self.callers[range.key.0 as usize - 1].is_told = true;
             }
@@ -143,6 +161,12 @@ impl World {
             (step.experts_ended, step.is_done, step.has_told) = (true, true, step.tells);
         }
         true
+    }
+
+    /// Killed ranks are reaped. Returns whether they were waited for.
+    pub(super) fn ranks_end(&mut self) -> bool {
+        let ranks = self.ranks.as_mut().filter(|ranks| ranks.ending == Some(Ending::Slow));
+        ranks.map(|ranks| ranks.ending = Some(Ending::Reaped)).is_some()
     }
 
     pub(super) fn ranks_fail(&mut self, what: &str, kind: FaultKind) {

@@ -7,6 +7,7 @@ use expertd_types::LayerId;
 
 use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
+use super::with_sessions;
 
 /// One event in or around the driver. Each input is possible at any time. An input that does not apply does nothing, so any part of a
 /// schedule is a schedule.
@@ -56,6 +57,8 @@ pub enum Input {
     EndSession { which: usize },
     /// A rank answers the order about a memory that is under way.
     RankAnswers { refuses: bool },
+    /// Killed ranks are reaped.
+    Reaped,
     /// A rank answers an order that it was not given.
     RankLies,
     /// The order under way takes too long.
@@ -84,6 +87,8 @@ pub enum Failing {
     Launch,
     /// Processes of ranks that are ended do not end.
     End,
+    /// The next ranks that are ended take their time.
+    QuickEnd,
 }
 
 /// A schedule: the service's settings and the inputs.
@@ -98,7 +103,7 @@ pub struct Schedule {
 }
 
 /// The first weights are loaded, and the first generation serves.
-const BEGIN: [Input; 5] =
+pub(super) const BEGIN: [Input; 5] =
     [Input::UntilAsleep, Input::Ready, Input::UntilAsleep, Input::Ready, Input::UntilAsleep];
 
 impl Schedule {
@@ -111,7 +116,8 @@ impl Schedule {
             2 => crowd(&mut random, seed),
             3 | 8 => split_and_late(&mut random, seed),
             4 | 5 => reloads(&mut random, seed),
-            6 | 7 | 9 => sessions(&mut random, seed),
+            6 | 7 | 9 => with_sessions::sessions(&mut random, seed),
+            10 => with_sessions::slow_ends(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -138,7 +144,7 @@ fn config(random: &mut Random, seed: u64) -> Config {
     }
 }
 
-fn kinds(count: u64) -> Vec<StepKind> {
+pub(super) fn kinds(count: u64) -> Vec<StepKind> {
     (0..count).map(|i| StepKind { layer: LayerId(i as u32 / 2), top_k: 1 + i as usize % 2 }).collect()
 }
 
@@ -203,6 +209,7 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
         194..198 => reload(random),
         198..202 => Input::Packed,
         202 => Input::StaleNews,
+        203 if random.chance(30) => Input::Reaped,
         203 => Input::Drain { timeout_millis: random.choose(&[0, 1, 50, 3_000, 30_000]) },
         204 => Input::Fault { is_load: false },
         205..208 => Input::OpenSession,
@@ -211,13 +218,21 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
     }
 }
 
-fn reload(random: &mut Random) -> Input {
+pub(super) fn reload(random: &mut Random) -> Input {
     Input::Reload { has_room: random.chance(70), is_quick: random.chance(40), is_outdated: random.chance(5) }
 }
 
-fn failing(random: &mut Random) -> Input {
+pub(super) fn failing(random: &mut Random) -> Input {
     Input::NextFails {
-        what: random.choose(&[Failing::Load, Failing::Form, Failing::Launch, Failing::End, Failing::End]),
+        what: random.choose(&[
+            Failing::Load,
+            Failing::Form,
+            Failing::Launch,
+            Failing::End,
+            Failing::End,
+            Failing::QuickEnd,
+            Failing::QuickEnd,
+        ]),
     }
 }
 
@@ -245,45 +260,7 @@ fn reloads(random: &mut Random, seed: u64) -> Schedule {
     Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
 }
 
-/// Sessions that come and go while their calls are computed, ranks that refuse memory, and faults.
-fn sessions(random: &mut Random, seed: u64) -> Schedule {
-    let (ranks, slots) = (random.between(1, 2) as usize, random.between(1, 3) as usize);
-    let config = Config { ranks, slots, ..healthy(random, seed, 16) };
-    let mut inputs = BEGIN.to_vec();
-    if random.chance(70) {
-        inputs.extend([Input::OpenSession, Input::UntilAsleep]);
-        inputs.extend(vec![Input::RankAnswers { refuses: false }; config.ranks]);
-        inputs.push(Input::UntilAsleep);
-    }
-    for _ in 0..random.between(30, 120) {
-        inputs.push(match random.between(0, 99) {
-            0..6 => Input::OpenSession,
-            6..10 => Input::EndSession { which: random.between(0, 5) as usize },
-            10..30 => Input::RankAnswers { refuses: random.chance(8) },
-            30..44 => submit(random, 10, false, 90),
-            44..49 => Input::Tell,
-            49..53 => Input::Done,
-            53..56 => Input::Experts,
-            56 => Input::Fault { is_load: false },
-            57..66 => Input::Ready,
-            66 => failing(random),
-            67 => Input::RankLies,
-            68..71 => Input::OrderIsLate,
-            71 => reload(random),
-            72 => Input::Packed,
-            73 => Input::Leave { which: random.between(0, 3) as usize },
-            74..79 => Input::Pass { micros: random.choose(&[100, 150_000, 6_000_000]) },
-            79..85 => Input::Turns { count: random.between(1, 12) as usize },
-            _ => Input::UntilAsleep,
-        });
-        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
-            inputs.push(Input::Fault { is_load: false });
-        }
-    }
-    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(1), broken: None, inputs }
-}
-
-fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -> Input {
+pub(super) fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -> Input {
     Input::Submit {
         client: random.between(1, 3),
         kind: 0,
@@ -295,7 +272,7 @@ fn submit(random: &mut Random, limit: u64, is_pinned: bool, session_rate: u64) -
     }
 }
 
-fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
+pub(super) fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
     Config {
         max_tokens_per_step: limit,
         max_segments_per_rank: limit,
@@ -374,6 +351,7 @@ fn split_and_late(random: &mut Random, seed: u64) -> Schedule {
             50..65 => Input::Experts,
             65..75 => Input::Done,
             75..80 => Input::Leave { which: random.between(0, 3) as usize },
+            80 if random.chance(50) => Input::NextFails { what: Failing::QuickEnd },
             80 => Input::Fault { is_load: false },
             81 => Input::Ready,
             82 => Input::Reload { has_room: true, is_quick: true, is_outdated: false },

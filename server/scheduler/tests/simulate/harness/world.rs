@@ -22,6 +22,10 @@ pub(super) struct Told {
     pub(super) group: Option<Generation>,
     /// The generation that serves.
     pub(super) serving: Option<(Generation, WeightVersion)>,
+    /// The generation that served, while its ranks are being ended.
+    pub(super) leaving: Option<(Generation, WeightVersion)>,
+    /// Whether a fault ends the present generation.
+    pub(super) has_fault: bool,
     /// The last version that served.
     pub(super) version: Option<WeightVersion>,
     /// Whether the present generation is to be replaced, and whether the next one replaces it without a fault.
@@ -100,6 +104,9 @@ pub struct World {
     pub(super) next_load_fails: bool,
     pub(super) next_launch_fails: bool,
     pub(super) next_end_leaves: bool,
+    pub(super) next_end_is_slow: bool,
+    /// Processes that the present end leaves.
+    pub(super) left: Vec<u32>,
     /// Whether late news of an ended generation are to reach the step loop.
     pub(super) stale_news: bool,
     pub(super) last_step: Option<(Generation, StepId)>,
@@ -164,6 +171,8 @@ impl World {
             next_load_fails: false,
             next_launch_fails: false,
             next_end_leaves: false,
+            next_end_is_slow: false,
+            left: Vec::new(),
             stale_news: false,
             last_step: None,
             told: Told::default(),
@@ -285,12 +294,19 @@ impl World {
         Ok(())
     }
 
+    /// Whether ranks are being ended.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| ranks.ending.is_some())
+    }
+
     fn is_woken(&self, steps: &StepLoop, wake_at: Time, heard: Option<StepId>) -> bool {
         self.has_mail
             || self.now >= wake_at
             || self.loaders.as_ref().is_some_and(|loaders| loaders.end.is_some())
             || self.ranks.as_ref().is_some_and(Ranks::has_news)
-            || steps.has_waiting() && self.ended_experts().is_some_and(|step| Some(step) != heard)
+            || steps.has_waiting()
+                && !self.is_ending()
+                && self.ended_experts().is_some_and(|step| Some(step) != heard)
     }
 
     /// The schedule is over: ranks work without faults until everything is answered, then the service drains until it ends.
@@ -310,6 +326,7 @@ impl World {
             }
         }
         let worked = [
+            self.ranks_end(),
             self.loaders_pack(),
             self.ranks_ready(),
             self.rank_answers(false),

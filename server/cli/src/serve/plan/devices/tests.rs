@@ -1,0 +1,182 @@
+//! Tests of `devices`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use expertd_core::cluster::ClusterConfig;
+use expertd_ipc::GroupShape;
+use expertd_ipc::control::CheckpointSource;
+use expertd_model::{Checkpoint, LayerChoice};
+use expertd_rank_cuda::{GpuFacts, NcclFacts};
+use expertd_test_fixtures::fixture;
+use expertd_types::{Coverage, Fp8Products};
+
+use super::*;
+use crate::serve::plan::machine::Machine;
+use crate::serve::plan::{Timeouts, cluster};
+use crate::serve::settings::Source;
+
+const HOPPER: (i32, i32) = (9, 0);
+const AMPERE: (i32, i32) = (8, 0);
+
+fn inventory(gpus: &[(i32, i32)], nccl: Result<(u32, u32, u32), &str>) -> Inventory {
+    let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability };
+    let nccl = nccl.map(|version| NcclFacts { version, origin: "libnccl.so.2".into() });
+    Inventory { gpus: gpus.iter().map(gpu).collect(), nccl: nccl.map_err(str::to_owned) }
+}
+
+fn choose(serve: ServeArgs, found: &Inventory) -> (Result<Devices, String>, Given) {
+    let ask = || Ok(found.clone());
+    let host = Host { has_gpu_ranks: true, gpus: found.gpus.len() as u32, inventory: &ask, nodes: 2 };
+    let mut given = Given::merge(&serve, None).unwrap();
+    let chosen = Devices::choose(&mut given, &host).map_err(|error| error.to_string());
+    (chosen, given)
+}
+
+fn listed(gpus: &str, share: bool) -> ServeArgs {
+    ServeArgs { gpus: Some(gpus.into()), share_gpu: Some(share), ..ServeArgs::default() }
+}
+
+fn on_gpus(gpus: &[u32]) -> Result<Devices, String> {
+    Ok(Devices { device: DeviceKind::Cuda, ranks: gpus.len() as u32, gpus: gpus.to_vec() })
+}
+
+#[test]
+fn a_list_gives_each_rank_its_gpu() {
+    let four = inventory(&[HOPPER; 4], Ok((2, 28, 9)));
+    let (chosen, given) = choose(listed("2, 0", false), &four);
+    assert_eq!(chosen, on_gpus(&[2, 0]));
+    assert_eq!(given.ranks, (Some(2), Source::Default("one per GPU listed".into())));
+    assert_eq!(given.device.0, Some(DeviceKind::Cuda));
+    let same = ServeArgs { ranks: Some(2), ..listed("3,1", true) };
+    assert_eq!(choose(same, &four).0, on_gpus(&[3, 1]), "permission that is not used changes nothing");
+}
+
+#[test]
+fn ranks_share_a_gpu_if_that_is_allowed_and_nccl_can() {
+    let of = |version| inventory(&[HOPPER; 2], Ok(version));
+    assert_eq!(choose(listed("0,1,0,0", true), &of((2, 30, 7))).0, on_gpus(&[0, 1, 0, 0]));
+    let refused = choose(listed("0,0", false), &of((2, 30, 7))).0.unwrap_err();
+    assert!(refused.starts_with("gpus: ") && refused.contains("--share-gpu"), "{refused}");
+    let old = choose(listed("0,0", true), &of((2, 28, 9))).0.unwrap_err();
+    assert!(old.starts_with("share-gpu: ") && old.contains("2.28.9") && old.contains("2.30"), "{old}");
+    let none = inventory(&[HOPPER], Err("cannot open NCCL from libnccl.so.2"));
+    let none = choose(listed("0,0", true), &none).0.unwrap_err();
+    assert!(none.contains("cannot open NCCL") && none.contains("2.30"), "{none}");
+}
+
+#[test]
+fn contradictions_and_unknown_gpus_are_named() {
+    let two = inventory(&[HOPPER, AMPERE], Ok((2, 30, 7)));
+    let refused = |serve: ServeArgs| choose(serve, &two).0.unwrap_err();
+    for (serve, part) in [
+        (
+            ServeArgs { ranks: Some(4), ..listed("0,0", true) },
+            "has 2 entries, one for each rank, but ranks is 4",
+        ),
+        (ServeArgs { device: Some(DeviceKind::Cpu), ..listed("0", false) }, "device is cpu"),
+        (listed("2", false), "names GPU 2, but this process sees 2 GPUs"),
+        (listed("0,0,0,0,0,0,0,0,0", true), "has 9 entries"),
+        (listed("1", false), "compute capability 8.0, needed: compute capability 9.0 (Hopper)"),
+        (listed("", false), "is not the number of a GPU"),
+        (listed("0-1", false), "`0-1` in `0-1`"),
+        (listed("0,-1", false), "`-1` in"),
+    ] {
+        let refused = refused(serve);
+        assert!(refused.starts_with("gpus: ") && refused.contains(part), "{part:?} is not in {refused}");
+    }
+    let host = Host { has_gpu_ranks: false, gpus: 2, inventory: &|| unreachable!(), nodes: 1 };
+    let mut given = Given::merge(&listed("0", false), None).unwrap();
+    let refused = Devices::choose(&mut given, &host).unwrap_err().to_string();
+    assert!(refused.contains("no GPU ranks"), "{refused}");
+}
+
+#[test]
+fn without_a_list_ranks_take_the_supported_gpus_in_turn() {
+    let found = inventory(&[AMPERE, HOPPER, HOPPER], Err("none"));
+    assert_eq!(choose(ServeArgs::default(), &found).0, on_gpus(&[1, 2]));
+    let one = ServeArgs { ranks: Some(1), ..ServeArgs::default() };
+    let (chosen, given) = choose(one, &found);
+    assert_eq!((chosen, given.gpus.0.as_deref()), (on_gpus(&[1]), Some("1")));
+    let three = ServeArgs { ranks: Some(3), ..ServeArgs::default() };
+    let refused = choose(three, &found).0.unwrap_err();
+    assert!(refused.contains("is 3, but only 2 GPUs") && refused.contains("8.0"), "{refused}");
+}
+
+#[test]
+fn unsupported_gpus_leave_the_cpu_unless_gpus_were_asked_for() {
+    let found = inventory(&[AMPERE], Err("none"));
+    let (chosen, given) = choose(ServeArgs::default(), &found);
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 2, gpus: Vec::new() }));
+    let Source::Default(why) = &given.device.1 else { panic!("{:?}", given.device) };
+    assert!(why.contains("GPU 0 (A card) has compute capability 8.0"), "{why}");
+    assert_eq!(given.gpus.0, None);
+    let cuda = ServeArgs { device: Some(DeviceKind::Cuda), ..ServeArgs::default() };
+    let refused = choose(cuda, &found).0.unwrap_err();
+    assert!(refused.starts_with("device: ") && refused.contains("use --device cpu"), "{refused}");
+}
+
+/// What ranks on these GPUs get, with settings of which `given` is a part.
+fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
+    let ranks = gpus.len();
+    let machine = Machine {
+        device: DeviceKind::Cuda,
+        ranks: ranks as u32,
+        gpus: gpus.to_vec(),
+        fp8_products: Fp8Products::default(),
+        usable_cores: ranks,
+        shares: (0..ranks).map(|core| vec![core]).collect(),
+        nodes: vec![None; ranks],
+        spin: Duration::ZERO,
+    };
+    let shape = GroupShape {
+        ranks: machine.ranks,
+        slots: 2,
+        max_tokens_per_rank: 1,
+        max_segments: 1,
+        hidden: 64,
+        max_top_k: 1,
+    };
+    let spec = Checkpoint::open_layers(&fixture("golden/qwen3_moe"), LayerChoice::All).unwrap();
+    let checkpoint = CheckpointSource {
+        folder: PathBuf::new(),
+        layers: spec.spec().held,
+        fingerprint: spec.fingerprint(Coverage::Sampled),
+        placement: None,
+    };
+    let mut given = Given::merge(&given, None).unwrap();
+    let timeouts = Timeouts::of(&mut given, gpu::is_shared(gpus)).unwrap();
+    cluster(machine, shape, &timeouts, checkpoint, serde_json::Value::Null, None)
+}
+
+#[test]
+fn ranks_that_share_a_gpu_get_more_time_and_the_permission_of_nccl() {
+    let allows = |config: &ClusterConfig| {
+        config.environment.iter().any(|(name, value)| name == "NCCL_MULTI_RANK_GPU_ENABLE" && value == "1")
+    };
+    let shared = cluster_on(&[1, 1, 0], ServeArgs::default());
+    assert_eq!((shared.gpus.as_slice(), shared.peer_timeout), (&[1, 1, 0][..], Duration::from_secs(30)));
+    assert!(allows(&shared));
+    let apart = cluster_on(&[1, 0], ServeArgs::default());
+    assert_eq!((apart.gpus.as_slice(), apart.peer_timeout), (&[1, 0][..], Duration::from_secs(2)));
+    assert!(!allows(&apart));
+    let given = ServeArgs { device_timeout_ms: Some(7000), ..ServeArgs::default() };
+    assert_eq!(cluster_on(&[0, 0], given).peer_timeout, Duration::from_secs(7));
+}
+
+#[test]
+fn a_driver_that_does_not_answer_leaves_the_decision_to_the_ranks() {
+    let host = Host { has_gpu_ranks: true, gpus: 2, inventory: &|| Err("hangs".into()), nodes: 1 };
+    let mut given = Given::merge(&ServeArgs::default(), None).unwrap();
+    let chosen = Devices::choose(&mut given, &host).map_err(|error| error.to_string());
+    assert_eq!(chosen, on_gpus(&[0, 1]));
+}
+
+#[test]
+fn cpu_ranks_ask_no_driver() {
+    let host = Host { has_gpu_ranks: true, gpus: 2, inventory: &|| unreachable!(), nodes: 3 };
+    let cpu = ServeArgs { device: Some(DeviceKind::Cpu), ..ServeArgs::default() };
+    let mut given = Given::merge(&cpu, None).unwrap();
+    let chosen = Devices::choose(&mut given, &host).map_err(|error| error.to_string());
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 3, gpus: Vec::new() }));
+}

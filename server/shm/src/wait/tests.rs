@@ -1,0 +1,115 @@
+//! Tests of `wait`.
+
+use std::sync::atomic::AtomicU64;
+use std::thread;
+
+use super::super::region::SharedRegion;
+use super::*;
+
+fn doorbell() -> Doorbell {
+    let region = SharedRegion::create("doorbell", 4096).expect("memfd");
+    Doorbell::new(region.slice(0, 1).expect("in bounds"))
+}
+
+#[test]
+fn a_timeout_clears_the_sleeping_bit() {
+    let bell = doorbell();
+    let start = Instant::now();
+    let limit = Duration::from_millis(30);
+    assert_eq!(bell.wait_until(WaitPolicy::within(Duration::ZERO, limit), || false), Err(TimedOut));
+    assert!(start.elapsed() >= limit);
+    assert_eq!(bell.0.load(Ordering::Relaxed) & SLEEPING, 0);
+    // A value that is available is returned even if the deadline has passed.
+    assert_eq!(bell.wait_for(WaitPolicy::within(SPIN_TIME, Duration::ZERO), || Some(3)), Ok(3));
+}
+
+#[test]
+fn the_waiter_spins_for_its_time_and_then_sleeps() {
+    let bell = doorbell();
+    let (spin, limit) = (Duration::from_millis(20), Duration::from_millis(200));
+    let (mut awake, mut asleep, mut slept) = (0, 0, None);
+    let start = Instant::now();
+    let timed_out = bell.wait_until(WaitPolicy::within(spin, limit), || {
+        let sleeps = bell.0.load(Ordering::Relaxed) & SLEEPING != 0;
+        slept = slept.or_else(|| sleeps.then(|| start.elapsed()));
+        *(if sleeps { &mut asleep } else { &mut awake }) += 1;
+        false
+    });
+    assert_eq!(timed_out, Err(TimedOut));
+    assert!(start.elapsed() >= limit);
+    assert!(slept.is_some_and(|after| after >= spin), "slept after {slept:?}");
+    assert!(awake > 100 && asleep < 10, "{awake} polls awake, {asleep} between sleeps");
+    // A deadline within the spin time ends the wait.
+    let start = Instant::now();
+    let policy = WaitPolicy::within(Duration::from_secs(60), Duration::from_millis(10));
+    assert_eq!(bell.wait_until(policy, || false), Err(TimedOut));
+    assert!(start.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn ping_pong_loses_no_wake_up() {
+    // Each lost wake-up would cost a sleep of 250 ms, and the deadline, which covers all rounds together, would pass.
+    for spin in [Duration::ZERO, Duration::from_micros(20)] {
+        let (a, b) = (doorbell(), doorbell());
+        let turn = AtomicU64::new(0);
+        let rounds = 5_000;
+        let policy = WaitPolicy::within(spin, Duration::from_secs(60));
+        thread::scope(|s| {
+            s.spawn(|| {
+                for i in 0..rounds {
+                    a.wait_until(policy, || turn.load(Ordering::Acquire) > 2 * i).expect("rung");
+                    turn.store(2 * i + 2, Ordering::Release);
+                    b.ring();
+                }
+            });
+            for i in 0..rounds {
+                turn.store(2 * i + 1, Ordering::Release);
+                a.ring();
+                b.wait_until(policy, || turn.load(Ordering::Acquire) == 2 * i + 2).expect("rung");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_ring_wakes_one_sleeper() {
+    let bell = doorbell();
+    bell.0.fetch_or(SLEEPING, Ordering::Relaxed);
+    let slept: Vec<Duration> = thread::scope(|s| {
+        let sleep = || {
+            let begun = Instant::now();
+            bell.0.sleep(SLEEPING, Duration::from_secs(2));
+            begun.elapsed()
+        };
+        let sleepers: Vec<_> = (0..4).map(|_| s.spawn(sleep)).collect();
+        thread::sleep(Duration::from_millis(500));
+        bell.ring();
+        sleepers.into_iter().map(|sleeper| sleeper.join().expect("no panic")).collect()
+    });
+    let woken = slept.iter().filter(|time| **time < Duration::from_millis(1500)).count();
+    assert_eq!(woken, 1, "{slept:?}");
+}
+
+#[test]
+fn many_ringers_one_waiter() {
+    let bell = doorbell();
+    let sum = AtomicU64::new(0);
+    let (ringers, each) = (4, 2_000);
+    thread::scope(|s| {
+        for _ in 0..ringers {
+            s.spawn(|| {
+                for _ in 0..each {
+                    sum.fetch_add(1, Ordering::Release);
+                    bell.ring();
+                }
+            });
+        }
+        let mut target = 0;
+        while target < ringers * each {
+            let reached = || Some(sum.load(Ordering::Acquire)).filter(|&s| s > target);
+            target = bell
+                .wait_for(WaitPolicy::within(Duration::ZERO, Duration::from_secs(60)), reached)
+                .expect("rung");
+        }
+    });
+}
