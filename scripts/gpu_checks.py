@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs every test that needs GPUs, a few at a time, each with a time limit, and prints what passed.
 
-    scripts/gpu_checks.py [--ranks LIST] [--mps] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS] [--budget SECONDS]
-                          [--logs FOLDER] [--list] [FILTER...]
+    scripts/gpu_checks.py [--ranks LIST] [--one-gpu] [--mps] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS]
+                          [--budget SECONDS] [--logs FOLDER] [--list] [FILTER...]
 
 Builds the programs with `cargo --release --features cuda` unless --programs names a folder that holds them: `e2e`, `device`,
 `rank_cuda` and `session_cuda` (the tests of those names and of expertd-rank-cuda, built on another machine with nvcc). They look for
@@ -11,7 +11,7 @@ fixtures at the path of the checkout they were built in; EXPERTD_BINARY names ex
 Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
 by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
-use two ranks, as more can block one another (docs/gpu.md).
+use two ranks, as more can block one another (docs/gpu.md). With --one-gpu each test uses one GPU, and --lanes tests run on each.
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import pathlib
+import queue
 import random
 import shutil
 import signal
@@ -44,7 +45,8 @@ BUILDS = {
 # The kernels without a service.
 DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["fp8", "gpu", "gpu_placement", "reload", "sessions::gpu", "sessions::cuda_gpu", "sessions::cuda_routing"]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload"]
+MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints")]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
@@ -57,9 +59,17 @@ ELSEWHERE = {
     "times of several GPUs": "loadtest/peers/gpu_compare.py --ranks 4, and the tables of docs/performance.md",
 }
 # Tests that kill or stop ranks or clients.
-KILLS = ["killed", "chaos", "outlives", "scribbles"]
+KILLS = ["killed", "chaos", "outlives", "scribbles", "kills"]
 # These tests take longest (about a minute each on two busy GPUs) and begin first.
-FIRST = [SOAK, "chaos", "every_family", "quantised", "repacked", "device experts", "device wide"]
+FIRST = [SOAK, "chaos", REPLAYED, "kills", "every_family", "quantised", "repacked", "device experts", "device wide"]
+# These tests go through many checkpoints, and are split into as many processes.
+PARTS = {
+    "other_checkpoints::": 8,
+    "recorded_answers_of_every_family": 4,
+    "recorded_answers_of_quantised": 4,
+    "answers_of_every_family": 4,
+    "repacked": 2,
+}
 # Tests that also run with rows that copy engines move into poisoned memory, in steps launched kernel by kernel. The rows of other recorded
 # answers are padded, and those of small sizes are not cut: `sessions::gpu::steps_in_parts_give_the_same_bits` has larger ones.
 COPIED_TOO = ["gpu::recorded_answers_of_rows_without_padding", "gpu::recorded_answers_of_repacked_checkpoints"]
@@ -121,11 +131,15 @@ def of_services(program, test, ranks, gpus, args):
         environment["EXPERTD_TEST_GPUS"] = ",".join(str(rank % gpus) for rank in range(ranks))
     name = f"{test}, {ranks} ranks share {gpus} GPU" if shared else test
     command = [program, test, "--ignored", "--exact", "--nocapture", "--test-threads", "1"]
-    # Rates and the GPU's memory in use are those of one test.
+    # Rates are those of one test.
     alone = bool(args.soak) and (test.startswith(SOAK) or test.endswith(REPLAYED))
-    yield Check(name, command, environment, ranks, shared, alone)
-    if test in COPIED_TOO:
-        yield Check(f"{name}, copied", command, environment | COPIED, ranks, shared)
+    parts = next((parts for text, parts in PARTS.items() if text in test), 1)
+    for number in range(parts):
+        part = {"EXPERTD_TEST_PART": f"{number + 1}/{parts}"} if parts > 1 else {}
+        named = f"{name}, part {number + 1} of {parts}" if part else name
+        yield Check(named, command, environment | part, ranks, shared, alone)
+        if test in COPIED_TOO:
+            yield Check(f"{named}, copied", command, environment | part | COPIED, ranks, shared)
 
 
 def checks_of(programs, gpus, all_ranks, args):
@@ -185,6 +199,8 @@ def telling(log):
 
 
 def present_gpus():
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
     if shutil.which("nvidia-smi") is None:
         return 0
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -238,6 +254,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("filters", nargs="*", metavar="FILTER")
     parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4 [default: see above]")
+    parser.add_argument("--one-gpu", action="store_true", help="let each test use one GPU, and spread the tests over all GPUs")
     parser.add_argument("--mps", action="store_true", help="start an MPS server, whose clients the tests' processes are")
     parser.add_argument("--soak", type=int, help="also run this many steps, and as many calls of a CUDA session")
     parser.add_argument("--chaos", type=int, help="duration of the random faults in seconds [default: 10]")
@@ -252,7 +269,8 @@ def main():
         programs = {name: str((args.programs / name).resolve()) for name in BUILDS}
     else:
         programs = build(BUILDS)
-    gpus = present_gpus()
+    present = present_gpus()
+    gpus = min(present, 1) if args.one_gpu else present
     all_ranks = numbers_of_ranks(args.ranks, gpus)
     checks = checks_of(programs, gpus, all_ranks, args)
     checks = [c for c in checks if not args.filters or any(text in c.name for text in args.filters)]
@@ -270,7 +288,13 @@ def main():
         sys.exit("nvidia-smi finds no GPU here")
     logs = args.logs or pathlib.Path(tempfile.mkdtemp(prefix="gpu-checks-"))
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(checks)} tests, {args.lanes} at a time, on {gpus} GPUs; logs in {logs}", flush=True)
+    # GPUs for the environment of a test: each of them `lanes` times, or all of them.
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(present)))).split(",")
+    free = queue.SimpleQueue()
+    for name in names * args.lanes if args.one_gpu else [",".join(names)] * args.lanes:
+        free.put(name)
+    lanes = free.qsize()
+    print(f"{len(checks)} tests, {lanes} at a time, on {present} GPUs; logs in {logs}", flush=True)
     end = time.monotonic() + args.budget
     printing = threading.Lock()
 
@@ -280,7 +304,12 @@ def main():
         if lacks_ranks(check) or (gpus < 2 and any(text in check.name for text in NEED_TWO)):
             check.outcome = SKIPPED
         elif left > 0:
-            run(check, environment, min(args.limit * (2 if check.shared else 1), left), log)
+            visible = free.get()
+            try:
+                limit = min(args.limit * (2 if check.shared else 1), left)
+                run(check, environment | {"CUDA_VISIBLE_DEVICES": visible}, limit, log)
+            finally:
+                free.put(visible)
         with printing:
             print(f"{check.outcome:9} {check.seconds:6.1f} s  {check.name}", flush=True)
             if check.outcome in (FAILED, CUT_OFF):
@@ -291,8 +320,8 @@ def main():
         # Kernels of ranks that share a GPU wait for one another and would take the time of the other tests.
         for shared, alone in ((False, False), (True, False), (False, True), (True, True)):
             chosen = [check for check in checks if (check.shared, check.alone) == (shared, alone)]
-            with concurrent.futures.ThreadPoolExecutor(1 if alone else args.lanes) as lanes:
-                list(lanes.map(lambda check: one(check, environment), chosen))
+            with concurrent.futures.ThreadPoolExecutor(1 if alone else lanes) as threads:
+                list(threads.map(lambda check: one(check, environment), chosen))
     counts = {outcome: sum(c.outcome == outcome for c in checks) for outcome in (PASSED, FAILED, CUT_OFF, NOT_BEGUN, SKIPPED)}
     print(", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n) + f" in {time.monotonic() - start:.0f} s")
     if gpus < 2 and not args.filters:

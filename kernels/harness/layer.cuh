@@ -1,6 +1,7 @@
 // Random weights in every format: packed for the kernel, and dequantised for the reference.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include "device.cuh"
@@ -21,13 +22,17 @@ __global__ void widen_bf16_kernel(const bf16* in, float* out, size_t n) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) out[i] = float(in[i]);
 }
 
-__global__ void dequantise_kernel(int format, const uint8_t* codes, const void* scales, const float* row_scales, float* out,
+__global__ void dequantise_kernel(int format, const uint8_t* codes, const void* scales, const uint8_t* zeros, const float* row_scales, float* out,
                                   int rows, int k) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < size_t(rows) * k; i += size_t(gridDim.x) * blockDim.x) {
         const size_t row = i / k, column = i % k;
         double value;
         if (fp8_codes(format)) {
             value = e4m3_value(codes[i]) * double(static_cast<const float*>(scales)[row * ((k + 127) / 128) + column / 128]);
+        } else if (int4_codes(format)) {
+            const size_t group = row * (k / 32) + column / 32;
+            const int zero = format == EXPERTD_INT4_ZEROS ? zeros[group] : 8;
+            value = ((codes[i / 2] >> (i % 2 * 4) & 15) - zero) * double(float(static_cast<const half*>(scales)[group]));
         } else {
             value = e2m1_value(codes[i / 2] >> (i % 2 * 4) & 15) * exp2(static_cast<const uint8_t*>(scales)[row * (k / 32) + column / 32] - 127.0);
         }
@@ -68,15 +73,26 @@ __global__ void exponents_kernel(uint8_t* out, size_t n, uint64_t seed, int larg
     }
 }
 
-// One FP8 or MXFP4 matrix [rows, k] as a checkpoint stores it.
+// INT4: scales of 32 k and zero points from 0 to 15.
+__global__ void groups_kernel(half* scales, uint8_t* zeros, size_t n, uint64_t seed, float size) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint64_t bits = mix(seed * 0x100000001ull + i);
+        scales[i] = half(size * (0.5f + float(bits >> 40) / float(1 << 24)));
+        zeros[i] = uint8_t(bits & 15);
+    }
+}
+
+// One FP8, MXFP4 or INT4 matrix [rows, k] as a checkpoint stores it.
 struct Codes {
-    Buffer<uint8_t> codes, exponents;
+    Buffer<uint8_t> codes, exponents, zeros;
     Buffer<float> scales;
+    Buffer<half> groups;
 
     Codes(int format, int rows, int k) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
         if (fp8) scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
+        else if (int4_codes(format)) groups = Buffer<half>(size_t(rows) * (k / 32)), zeros = Buffer<uint8_t>(groups.count);
         else exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
     }
     // `any_code`: all are as likely; else FP8 codes are those of normal values.
@@ -87,12 +103,14 @@ struct Codes {
         // The root mean square of all codes is 112 for e4m3 and 2.9 for e2m1.
         if (fp8) {
             float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
+        } else if (groups.data != nullptr) { // the root mean square of elements minus zero points is 4.6 with zero point 8 and 6.5 with any
+            groups_kernel<<<256, 256>>>(groups.data, zeros.data, groups.count, mix(next_seed++), deviation / 5);
         } else {
             exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
         }
         CHECK(cudaGetLastError());
     }
-    const void* scale_data() const { return scales.data ? static_cast<const void*>(scales.data) : exponents.data; }
+    const void* scale_data() const { return scales.data ? static_cast<const void*>(scales.data) : groups.data ? static_cast<const void*>(groups.data) : exponents.data; }
 };
 
 struct Layer {
@@ -159,17 +177,19 @@ struct Layer {
             ExpertdPackNarrowParams p{};
             p.hidden = m.hidden, p.inter = m.inter, p.format = m.format, p.kind = EXPERTD_PACK_GATE_UP;
             p.first = g.codes.data, p.second = u.codes.data, p.first_scales = g.scale_data(), p.second_scales = u.scale_data();
+            p.first_zeros = g.zeros.data, p.second_zeros = u.zeros.data;
             p.row_scales_in = in_scales, p.row_scales = gate_up_scale.data + size_t(e) * 2 * m.inter;
             p.units = gate_up_packed.data + gate_up_packed.count / experts * e;
             CHECK(expertd_experts_pack_narrow(&p, nullptr));
             p.kind = EXPERTD_PACK_DOWN, p.first = d.codes.data, p.second = nullptr, p.first_scales = d.scale_data(), p.second_scales = nullptr;
+            p.first_zeros = d.zeros.data, p.second_zeros = nullptr;
             p.row_scales_in = out_scales, p.row_scales = down_scale.data + size_t(e) * m.hidden;
             p.units = down_packed.data + down_packed.count / experts * e;
             CHECK(expertd_experts_pack_narrow(&p, nullptr));
             if (keep) {
-                dequantise_kernel<<<2048, 256>>>(m.format, g.codes.data, g.scale_data(), in_scales, gate.data + e * matrix, m.inter, m.hidden);
-                dequantise_kernel<<<2048, 256>>>(m.format, u.codes.data, u.scale_data(), in_scales + m.inter, up.data + e * matrix, m.inter, m.hidden);
-                dequantise_kernel<<<2048, 256>>>(m.format, d.codes.data, d.scale_data(), out_scales, down.data + e * matrix, m.hidden, m.inter);
+                dequantise_kernel<<<2048, 256>>>(m.format, g.codes.data, g.scale_data(), g.zeros.data, in_scales, gate.data + e * matrix, m.inter, m.hidden);
+                dequantise_kernel<<<2048, 256>>>(m.format, u.codes.data, u.scale_data(), u.zeros.data, in_scales + m.inter, up.data + e * matrix, m.inter, m.hidden);
+                dequantise_kernel<<<2048, 256>>>(m.format, d.codes.data, d.scale_data(), d.zeros.data, out_scales, down.data + e * matrix, m.hidden, m.inter);
             }
         }
     }

@@ -1,4 +1,4 @@
-/* Launch interface of the expert MLP kernels (bf16 or FP8 rows; bf16, FP8 or MXFP4 weights; Hopper).
+/* Launch interface of the expert MLP kernels (bf16 or FP8 rows; bf16, FP8, MXFP4 or INT4 weights; Hopper).
  *
  * y[a] = down(act(gate(x[row_index[a]]), up(x[row_index[a]])) * row_weight[a])   for every assignment a
  *
@@ -37,7 +37,9 @@ enum ExpertdFormat {
     EXPERTD_MXFP4 = 2, /* e2m1 with e8m0 scales per row and 32 k, and f32 scales per row */
     /* As EXPERTD_FP8, but in another layout, and multiplied with FP8 rows: x is quantised to e4m3 with a scale per row and 128 k, h
      * with a scale per row and 128 features. inter is a multiple of 128. */
-    EXPERTD_W8A8 = 3
+    EXPERTD_W8A8 = 3,
+    EXPERTD_INT4 = 4,      /* 4-bit integers minus 8, with f16 scales per row and 32 k, and f32 scales per row */
+    EXPERTD_INT4_ZEROS = 5 /* the same with a zero point from 0 to 15 for each row and 32 k instead of 8 */
 };
 
 /* Formats of the rows of x. */
@@ -142,20 +144,22 @@ typedef struct ExpertdPackParams {
 
 int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
 
-/* Rewrites one expert's FP8 or MXFP4 matrix into units or, for W8A8, panels, device to device. The row scale of a row that holds a NaN
+/* Rewrites one expert's FP8, MXFP4 or INT4 matrix into units or, for W8A8, panels, device to device. The row scale of a row that holds a NaN
  * code or scale becomes NaN, so the outputs of that row are NaN for any input. */
 typedef struct ExpertdPackNarrowParams {
-    const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or FP4 nibbles (low one first) */
+    const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or nibbles (low one first) */
     const void* second;         /* up [inter][hidden]; null for down */
-    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32] */
+    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32]; INT4: f16 [rows][k / 32] */
     const void* second_scales;  /* scales of up; null for down */
+    const void* first_zeros;    /* INT4 with zero points: bytes [rows][k / 32]; else null */
+    const void* second_zeros;   /* zero points of up; null for down */
     const float* row_scales_in; /* [2][inter] or [hidden]: further factors of rows, 1 if there are none */
     float* row_scales;          /* destination of the same size: the scales of ExpertdLayerWeights */
     void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
     int32_t hidden;
     int32_t inter;
     int32_t kind;   /* enum ExpertdPackKind */
-    int32_t format; /* EXPERTD_FP8, EXPERTD_MXFP4 or EXPERTD_W8A8 */
+    int32_t format; /* any but EXPERTD_BF16 */
 } ExpertdPackNarrowParams;
 
 int expertd_experts_pack_narrow(const ExpertdPackNarrowParams* params, void* stream);

@@ -36,6 +36,14 @@ pub const FP8: i32 = 1;
 pub const MXFP4: i32 = 2;
 /// Weights in FP8 e4m3 panels, multiplied with FP8 rows; the intermediate size is a multiple of [`SCALE_ELEMENTS`].
 pub const W8A8: i32 = 3;
+/// Weights in INT4 units; every zero point is 8.
+pub const INT4: i32 = 4;
+/// Weights in INT4 units with zero points from 0 to 15.
+pub const INT4_ZEROS: i32 = 5;
+/// Elements of a row that share a scale and a zero point in [`INT4`] and [`INT4_ZEROS`].
+pub const INT4_GROUP: usize = 32;
+/// The zero point of [`INT4`].
+pub const INT4_MIDDLE: u8 = 8;
 /// Elements that share a scale in [`W8A8`].
 pub const SCALE_ELEMENTS: usize = 128;
 
@@ -72,9 +80,9 @@ pub struct LayerWeights {
     pub gate_up_bias: u64,
     /// f32 `[experts, hidden]`, or 0.
     pub down_bias: u64,
-    /// FP8, MXFP4: f32 `[experts, 2, inter]`.
+    /// All but bf16: f32 `[experts, 2, inter]`.
     pub gate_up_scale: u64,
-    /// FP8, MXFP4: f32 `[experts, hidden]`.
+    /// All but bf16: f32 `[experts, hidden]`.
     pub down_scale: u64,
     /// [`W8A8`]: 1 if 128 neighbouring rows of each matrix, from a multiple of 128 on, have the same scales of k blocks, or 0.
     pub block_scales: u64,
@@ -168,7 +176,7 @@ pub struct PackParams {
     pub kind: i32,
 }
 
-/// One expert's FP8 or MXFP4 matrix; see `ExpertdPackNarrowParams` in `experts.h`.
+/// One expert's FP8, MXFP4 or INT4 matrix; see `ExpertdPackNarrowParams` in `experts.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PackNarrowParams {
@@ -176,10 +184,14 @@ pub struct PackNarrowParams {
     pub first: u64,
     /// Codes of up; 0 for down.
     pub second: u64,
-    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`.
+    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`; INT4: f16 `[rows, k / 32]`.
     pub first_scales: u64,
     /// Scales of up; 0 for down.
     pub second_scales: u64,
+    /// [`INT4_ZEROS`]: bytes `[rows, k / 32]`; otherwise 0.
+    pub first_zeros: u64,
+    /// Zero points of up; 0 for down.
+    pub second_zeros: u64,
     /// f32 `[2, inter]` or `[hidden]`, further factors of the rows.
     pub row_scales_in: u64,
     /// Out: f32 of the same shape.
@@ -192,7 +204,7 @@ pub struct PackNarrowParams {
     pub inter: i32,
     /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
     pub kind: i32,
-    /// [`FP8`], [`MXFP4`] or [`W8A8`].
+    /// Any but [`BF16`].
     pub format: i32,
 }
 
@@ -200,7 +212,7 @@ const _: () = {
     assert!(size_of::<LayerWeights>() == 56);
     assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
-    assert!(size_of::<PackNarrowParams>() == 72);
+    assert!(size_of::<PackNarrowParams>() == 88);
 };
 
 unsafe extern "C" {
@@ -263,7 +275,7 @@ pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 
     unsafe { expertd_experts_matrix_bytes(format, kind, size(hidden), size(inter)) }
 }
 
-/// Launches the conversion of an FP8 or MXFP4 matrix to units.
+/// Launches the conversion of an FP8, MXFP4 or INT4 matrix to units.
 ///
 /// # Errors
 /// If sizes are invalid or CUDA refuses the launch.
@@ -288,10 +300,10 @@ pub unsafe fn pack_host(params: &PackParams, panels: Range<u64>) -> Result<(), L
     check("experts_pack_host", unsafe { expertd_experts_pack_host(params, panels.start, count) })
 }
 
-/// Rows of a unit of an FP8 or MXFP4 matrix.
+/// Rows of a unit of an FP8, MXFP4 or INT4 matrix.
 pub const UNIT_ROWS: usize = 16;
 
-/// Converts an FP8 or MXFP4 matrix to units on the host. `units` are numbers of units of [`UNIT_ROWS`] rows.
+/// Converts an FP8, MXFP4 or INT4 matrix to units on the host. `units` are numbers of units of [`UNIT_ROWS`] rows.
 ///
 /// # Errors
 /// If sizes are invalid.

@@ -1,4 +1,4 @@
-// The mainloop of a segment with MXFP4 weights and few tokens. A warp multiplies its 16 rows by itself, with mma instead of wgmma: it
+// The mainloop of a segment with weights of 4 bits and few tokens. A warp multiplies its 16 rows by itself, with mma instead of wgmma: it
 // needs no descriptors, no wait for a whole warpgroup, and no fragments that outlive a product, so a k block takes about half as many
 // instructions as in experts_compute_narrow.cuh. The fragments of m16n8k16 are those of wgmma, so the layout of weights and the end of
 // a segment are the same.
@@ -32,23 +32,53 @@ template <int N> struct FewTokens {
     }
 };
 
-// Number of accumulators of eight tokens that steps of 16 k use in turn, so that products need not wait for each other.
-template <int N> constexpr int FEW_CHAINS = N <= 8 ? 4 : N <= 16 ? 2 : 1;
+// Whether the scales of 32 k multiply sums. With more tokens that takes more instructions than multiplying weights.
+template <class Format, int N> constexpr bool FEW_SCALED_SUMS = Format::SCALED_GROUPS && N <= 16;
+// Number of accumulators of eight tokens that steps of 16 k use in turn, so that products need not wait for each other. Sums that are
+// scaled are products of their own.
+template <class Format, int N> constexpr int FEW_CHAINS = FEW_SCALED_SUMS<Format, N> ? 1 : N <= 8 ? 4 : N <= 16 ? 2 : 1;
+
+// INT4: adds the scaled sums of four groups of 32 k.
+template <class Format, int N>
+__device__ __forceinline__ void multiply_groups(float (&sums)[FEW_CHAINS<Format, N>][N / 2], const FewWeights<Format>& weights, const FewTokens<N>& tokens) {
+#pragma unroll
+    for (int g = 0; g < BLOCK_K / 32; g++) {
+        const uint4& chunk = weights.chunk[g / 2];
+        uint32_t a[2][4];
+        Format::integers(g % 2 == 0 ? chunk.x : chunk.z, weights.scales, g, a[0]);
+        Format::integers(g % 2 == 0 ? chunk.y : chunk.w, weights.scales, g, a[1]);
+        const uint4& scales = weights.scales.scales;
+        const float low = Format::group_scale(scales.x, scales.y, g), high = Format::group_scale(scales.z, scales.w, g);
+#pragma unroll
+        for (int j = 0; j < N / 8; j++) {
+            const uint4& b = tokens.part[g][j];
+            float part[4] = {};
+            mma_16x8x16(part, a[0], b.x, b.y);
+            mma_16x8x16(part, a[1], b.z, b.w);
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[0][4 * j + i] = fmaf(part[i], i < 2 ? low : high, sums[0][4 * j + i]);
+        }
+    }
+}
 
 template <class Format, int N>
-__device__ __forceinline__ void multiply_few(float (&sums)[FEW_CHAINS<N>][N / 2], const FewWeights<Format>& weights, const FewTokens<N>& tokens) {
+__device__ __forceinline__ void multiply_few(float (&sums)[FEW_CHAINS<Format, N>][N / 2], const FewWeights<Format>& weights, const FewTokens<N>& tokens) {
+    if constexpr (FEW_SCALED_SUMS<Format, N>) {
+        multiply_groups<Format, N>(sums, weights, tokens);
+    } else {
 #pragma unroll
-    for (int c = 0; c < FewWeights<Format>::CHUNKS; c++) {
-        uint32_t a[Format::CHUNK_STEPS][4];
-        Format::widen(weights.chunk[c], weights.scales, c, a);
+        for (int c = 0; c < FewWeights<Format>::CHUNKS; c++) {
+            uint32_t a[Format::CHUNK_STEPS][4];
+            Format::widen(weights.chunk[c], weights.scales, c, a);
 #pragma unroll
-        for (int s = 0; s < Format::CHUNK_STEPS; s++) {
-            const int step = c * Format::CHUNK_STEPS + s;
-            float (&d)[N / 2] = sums[step % FEW_CHAINS<N>];
+            for (int s = 0; s < Format::CHUNK_STEPS; s++) {
+                const int step = c * Format::CHUNK_STEPS + s;
+                float (&d)[N / 2] = sums[step % FEW_CHAINS<Format, N>];
 #pragma unroll
-            for (int j = 0; j < N / 8; j++) {
-                const uint4& b = tokens.part[step / 2][j];
-                mma_16x8x16(&d[4 * j], a[s], step % 2 == 0 ? b.x : b.z, step % 2 == 0 ? b.y : b.w);
+                for (int j = 0; j < N / 8; j++) {
+                    const uint4& b = tokens.part[step / 2][j];
+                    mma_16x8x16(&d[4 * j], a[s], step % 2 == 0 ? b.x : b.z, step % 2 == 0 ? b.y : b.w);
+                }
             }
         }
     }
@@ -59,7 +89,7 @@ __device__ __forceinline__ void multiply_few(float (&sums)[FEW_CHAINS<N>][N / 2]
 template <int N, class Format>
 __device__ __forceinline__ void compute_few(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
                                             const Cursor& slot, Cursor& stage) {
-    static_assert(!Format::SCALED_SUMS, "scales are part of the widened weights");
+    static_assert(!Format::SCALED_SUMS, "scales are part of the widened weights, or multiply sums of 32 k");
     constexpr bool TOKENS_AHEAD = N <= 16;
     const int panels = block.k_panels(segment), blocks = block.k_blocks(segment), twos = block.per_stage(segment) / 2;
     const uint32_t weight_step = segment.rows / UNIT_ROWS * Format::UNIT_BYTES, token_step = round_up_8(segment.tokens) * PANEL_ROW_BYTES;
@@ -73,9 +103,9 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
     const Epilogue epilogue = epilogue_of(block, segment, from, slot);
     const float2 scales = row_scales(epilogue), biases = row_biases(epilogue);
 
-    float sums[FEW_CHAINS<N>][N / 2];
+    float sums[FEW_CHAINS<Format, N>][N / 2];
 #pragma unroll
-    for (int c = 0; c < FEW_CHAINS<N>; c++) {
+    for (int c = 0; c < FEW_CHAINS<Format, N>; c++) {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) sums[c][i] = 0.0f;
     }
@@ -98,7 +128,7 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
     auto load_weights = [&](FewWeights<Format>& to, uint32_t at) {
 #pragma unroll
         for (int c = 0; c < FewWeights<Format>::CHUNKS; c++) to.chunk[c] = load_shared_16(at + c * 512);
-        to.scales = load_shared_8(at + scale_place);
+        to.scales = Format::load_scales_at(at + scale_place, lane);
     };
     // The distance of a k block's second panel. If there is none, its weights are zeros, and the first panel is multiplied again.
     auto second = [&](int k) { return 2 * k + 1 < panels ? token_step : 0; };
@@ -144,8 +174,8 @@ __device__ __forceinline__ void compute_few(const Block<Format>& block, const Se
     if (!shared_segment && arrives_for_warp()) barrier_arrive(&block.shared.turn[threadIdx.x / 128]);
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-        if constexpr (FEW_CHAINS<N> == 4) sums[1][i] += sums[3][i], sums[0][i] += sums[2][i];
-        if constexpr (FEW_CHAINS<N> >= 2) sums[0][i] += sums[1][i];
+        if constexpr (FEW_CHAINS<Format, N> == 4) sums[1][i] += sums[3][i], sums[0][i] += sums[2][i];
+        if constexpr (FEW_CHAINS<Format, N> >= 2) sums[0][i] += sums[1][i];
     }
     finish_segment<N>(block, segment, from, slot, scales, biases, sums[0]);
 }

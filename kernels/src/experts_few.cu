@@ -86,6 +86,8 @@ int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
     case EXPERTD_FP8: return launch_few_of<FewFp8>(p, stream);
     case EXPERTD_MXFP4: return launch_few_of<FewMxfp4>(p, stream);
     case EXPERTD_W8A8: return launch_few_of<FewW8a8>(p, stream);
+    case EXPERTD_INT4: return launch_few_of<FewInt4>(p, stream);
+    case EXPERTD_INT4_ZEROS: return launch_few_of<FewInt4Zeros>(p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

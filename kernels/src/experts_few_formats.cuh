@@ -28,6 +28,7 @@ struct FewBf16 {
     static constexpr int ROW_STRIDE = 192;     // distance of tokens in a slot, without bank conflicts
     static constexpr int ROW_SCALE = 0;        // place of a token's scale in the slot, if rows may be codes with scales
     static constexpr bool ROW_SCALES = false;  // whether the sums of a weight row are multiplied by its scale
+    static constexpr bool IN_TWOS = false;     // whether the format multiplies the units of a chunk by itself
 
     // The row of a unit's eight rows of gate or up (or of either half, in down) that a lane has sums of.
     static __device__ __forceinline__ int row(int lane) { return lane / 8 + 4 * (lane / 4 % 2); }
@@ -68,6 +69,7 @@ template <class Format> struct FewNarrow {
     static constexpr int ROW_STRIDE = 272;
     static constexpr int ROW_SCALE = 0;
     static constexpr bool ROW_SCALES = true;
+    static constexpr bool IN_TWOS = false;
     // MXFP4 weights are multiplied as Mxfp4::place_block leaves them, which is 2^-126 of their value. Rows are multiplied by 2^48 first, so that
     // sums are not subnormal. Elements above 2^80 become infinite, and sums of elements below 2^-48 lose precision.
     static constexpr uint32_t ROW_FACTOR = 0x57805780; // 2^48 in bf16, twice
@@ -77,16 +79,20 @@ template <class Format> struct FewNarrow {
     static __device__ __forceinline__ int row(int lane) { return lane / 4; }
     static __device__ __forceinline__ uint32_t place(int) { return 0; }
 
+    static __device__ __forceinline__ void load_row(uint32_t (&words)[STEPS][2], uint32_t rows) {
+        const int lane = threadIdx.x % 32; // gives the address of token l % 8, chunk l / 8 of 32 k
+        const uint32_t at = rows + lane % 8 * ROW_STRIDE + lane / 8 * 16;
+#pragma unroll
+        for (int s = 0; s < STEPS; s += 2) {
+            const uint4 two = load_matrices(at + s * 32);
+            words[s][0] = two.x, words[s][1] = two.y, words[s + 1][0] = two.z, words[s + 1][1] = two.w;
+        }
+    }
+
     struct Row {
         uint32_t words[STEPS][2];
         __device__ __forceinline__ Row(uint32_t rows, bool, bool) {
-            const int lane = threadIdx.x % 32; // gives the address of token l % 8, chunk l / 8 of 32 k
-            const uint32_t at = rows + lane % 8 * ROW_STRIDE + lane / 8 * 16;
-#pragma unroll
-            for (int s = 0; s < STEPS; s += 2) {
-                const uint4 two = load_matrices(at + s * 32);
-                words[s][0] = two.x, words[s][1] = two.y, words[s + 1][0] = two.z, words[s + 1][1] = two.w;
-            }
+            load_row(words, rows);
             if constexpr (!Format::SCALED_SUMS) {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++) words[s][0] = multiply_bf16(words[s][0], ROW_FACTOR), words[s][1] = multiply_bf16(words[s][1], ROW_FACTOR);
@@ -138,6 +144,69 @@ template <class Format> struct FewNarrow {
 using FewMxfp4 = FewNarrow<Mxfp4>;
 using FewFp8 = FewNarrow<Fp8>;
 
+// INT4. Scales multiply sums over 32 k. Units are multiplied in twos, because the products of one alone wait for each other.
+template <bool ZEROS> struct FewInt4Of : FewNarrow<Int4Of<ZEROS>> {
+    using Format = Int4Of<ZEROS>;
+    static constexpr int CHUNK_UNITS = 4;
+    static constexpr float SUM_FACTOR = 1.0f;
+    static constexpr bool IN_TWOS = true;
+
+    struct Row {
+        uint32_t words[BLOCK_K / 16][2];
+        __device__ __forceinline__ Row(uint32_t rows, bool, bool) { FewInt4Of::load_row(words, rows); }
+    };
+
+    // Adds the products of the units at `at`, of which `units` are there. Elements are loaded two units ahead, in halves; if the number
+    // of units is odd, the last one has a neighbour whose sums are not used.
+    static __device__ __forceinline__ void multiply_all(float (*sums)[4], const Row& row, uint32_t at, int units, uint64_t* empty) {
+        const int lane = threadIdx.x % 32;
+        uint4 chunk[2][2]; // by unit and panel
+#pragma unroll
+        for (int i = 0; i < 4; i++) chunk[i % 2][i / 2] = load_chunk(at + i % 2 * Format::UNIT_BYTES, i / 2, lane);
+#pragma unroll
+        for (int u = 0; u < CHUNK_UNITS; u += 2, at += 2 * Format::UNIT_BYTES) {
+            if (u >= units) break;
+            const bool more = u + 2 < CHUNK_UNITS && u + 2 < units;
+            typename Format::Scales scales[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) scales[i] = Format::load_scales(at + i * Format::UNIT_BYTES, lane);
+#pragma unroll
+            for (int g = 0; g < INT4_GROUPS; g++) {
+                uint32_t a[2][2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint4& words = chunk[i][g / 2];
+                    Format::integers(g % 2 == 0 ? words.x : words.z, scales[i], g, a[i][0]);
+                    Format::integers(g % 2 == 0 ? words.y : words.w, scales[i], g, a[i][1]);
+                }
+                if (g % 2 == 1 && more) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) chunk[i][g / 2] = load_chunk(at + (2 + i) * Format::UNIT_BYTES, g / 2, lane);
+                }
+                if (g == INT4_GROUPS - 1 && !more) {
+                    __syncwarp(); // all lanes have read the slot
+                    if (arrives_for_warp()) barrier_arrive(empty);
+                }
+                float part[2][4] = {};
+#pragma unroll
+                for (int s = 0; s < 2; s++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) mma_16x8x16(part[i], a[i][s], row.words[2 * g + s][0], row.words[2 * g + s][1]);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint4& of = scales[i].scales;
+                    const float low = Format::group_scale(of.x, of.y, g), high = Format::group_scale(of.z, of.w, g);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) sums[u + i][j] = fmaf(part[i][j], j < 2 ? low : high, sums[u + i][j]);
+                }
+            }
+        }
+    }
+};
+using FewInt4 = FewInt4Of<false>;
+using FewInt4Zeros = FewInt4Of<true>;
+
 __device__ __forceinline__ uint32_t widen_2_e4m3(uint16_t codes) {
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
@@ -158,6 +227,7 @@ struct FewW8a8 {
     static constexpr int ROW_STRIDE = 272;
     static constexpr int ROW_SCALE = 256;
     static constexpr bool ROW_SCALES = true;
+    static constexpr bool IN_TWOS = false;
     static constexpr float SUM_FACTOR = 1.0f;
 
     static __device__ __forceinline__ int row(int lane) { return FewBf16::row(lane); }

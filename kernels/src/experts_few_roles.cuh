@@ -155,8 +155,13 @@ __device__ __forceinline__ void consume_few(const ExpertdExpertsParams& p, FewSh
                 if (c >= item_chunks) break;
                 const uint32_t slot = (at + c) % Ring::SLOTS, slot_place = ring + slot * Ring::SLOT_BYTES;
                 barrier_wait(&shared.full[stream][slot], (at + c) / Ring::SLOTS % 2);
-                multiply_chunk<Format>(sums + c * Format::CHUNK_UNITS, row, slot_place + place, slot_place + Format::CHUNK_UNITS * Format::UNIT_BYTES,
-                                       segment.units - c * Format::CHUNK_UNITS, &shared.empty[stream][slot]);
+                const int units = segment.units - c * Format::CHUNK_UNITS;
+                if constexpr (Format::IN_TWOS) {
+                    Format::multiply_all(sums + c * Format::CHUNK_UNITS, row, slot_place + place, units, &shared.empty[stream][slot]);
+                } else {
+                    multiply_chunk<Format>(sums + c * Format::CHUNK_UNITS, row, slot_place + place,
+                                           slot_place + Format::CHUNK_UNITS * Format::UNIT_BYTES, units, &shared.empty[stream][slot]);
+                }
             }
         }
         chunks += items_of_stream(items, stream, k_blocks) * item_chunks;

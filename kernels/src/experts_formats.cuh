@@ -1,9 +1,10 @@
-// The device formats of expert weights, and the widening of FP8 and MXFP4 to wgmma's bf16 fragments. (W8A8 multiplies FP8 weights
+// The device formats of expert weights, and the widening of FP8, MXFP4 and INT4 to wgmma's bf16 fragments. (W8A8 multiplies FP8 weights
 // without widening: experts_compute_w8a8.cuh.)
 //
 // Widening is exact: the bits of an e4m3 or e2m1 code become a bf16 value whose exponent is too low by a constant (subnormal codes
 // become subnormals of bf16), which is then multiplied by a power of two. NaN codes need no care here, because packing makes the scale
-// of their row NaN (experts_pack_narrow.cu). The scales of FP8 multiply sums over 128 k, in f32.
+// of their row NaN (experts_pack_narrow.cu). The scales of FP8 multiply sums over 128 k, in f32. The scales of INT4 do
+// so with sums over 32 k, for few tokens; for many, scales and their products with elements are rounded to bf16.
 #pragma once
 
 #include "experts_layout.cuh"
@@ -70,6 +71,13 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint3
     return y;
 }
 
+// (a & mask) | bits, in one instruction.
+__device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t bits) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(a), "r"(mask), "r"(bits));
+    return y;
+}
+
 struct Fp8 : Threads<2, 208, 88> {
     static constexpr int UNIT_BYTES = FP8_UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
@@ -109,9 +117,9 @@ struct Fp8 : Threads<2, 208, 88> {
     }
 };
 
-// Three consumers: widening is bound by the latency of instructions, which more warps hide (docs/measurements/gpu-experts.md).
-struct Mxfp4 : Threads<3, 144, 80> {
-    static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
+// What formats of 4 bits have in common. Three consumers: widening is bound by the latency of instructions, which more warps hide
+// (docs/measurements/gpu-experts.md).
+struct FourBits : Threads<3, 144, 80> {
     static constexpr int UNIT_SCALE_BYTES = 0;
     static constexpr int PANEL_ELEMENTS = PANEL_K;
     static constexpr int BLOCK_PANELS = 2;
@@ -125,11 +133,18 @@ struct Mxfp4 : Threads<3, 144, 80> {
     static constexpr bool FEW_TOKENS_ALONE = true;
     static constexpr bool SCALED_SUMS = false;
     static constexpr int CHUNK_STEPS = 4;
+};
+
+struct Mxfp4 : FourBits {
+    static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
+    static constexpr bool SCALED_GROUPS = false; // whether scales of 32 k multiply sums if a warp multiplies few tokens by itself
 
     using Scales = uint2; // four multipliers of row l / 4 and four of row l / 4 + 8 (mxfp4_scale_place)
 
     static __device__ __forceinline__ uint32_t scale_place(int lane) { return MXFP4_ELEMENT_BYTES + lane / 4 * 8; }
-    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_shared_8(unit + scale_place(lane)); }
+    // `at`: address of the unit plus scale_place.
+    static __device__ __forceinline__ Scales load_scales_at(uint32_t at, int) { return load_shared_8(at); }
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_scales_at(unit + scale_place(lane), lane); }
 
     // Multipliers i and i + 1 of the four, for even i, as bf16.
     static __device__ __forceinline__ uint32_t two_multipliers(uint32_t four, int i) { return (i < 2 ? four : rotate_right(four, 8)) & 0x7F807F80; }
@@ -168,6 +183,78 @@ struct Mxfp4 : Threads<3, 144, 80> {
         widen_block(words.z, words.w, multiplier(scales.x, 2 * chunk + 1), multiplier(scales.y, 2 * chunk + 1), a[2], a[3]);
     }
 };
+
+__device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+    uint32_t difference;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
+// Element `half` of two f16.
+__device__ __forceinline__ float half_of(uint32_t two, int half) {
+    float value;
+    if (half == 0) asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(value) : "r"(two));
+    else asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(value) : "r"(two));
+    return value;
+}
+// Two f16, rounded to bf16.
+__device__ __forceinline__ uint32_t bf16_of_halves(uint32_t two) {
+    uint32_t rounded;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(half_of(two, 1)), "f"(half_of(two, 0)));
+    return rounded;
+}
+
+// INT4. The bits of an element become the lowest bits of 128 in bf16, which makes 128 plus the element. ZEROS: zero points are in memory.
+template <bool ZEROS> struct Int4Of : FourBits {
+    static constexpr int UNIT_BYTES = ZEROS ? INT4_ZEROS_UNIT_BYTES : INT4_UNIT_BYTES;
+    static constexpr bool SCALED_GROUPS = true;
+
+    struct Scales {
+        uint4 scales; // four of row l / 4, then four of row l / 4 + 8
+        uint2 zeros;  // likewise, a byte for each, if ZEROS
+    };
+    static __device__ __forceinline__ uint32_t scale_place(int lane) { return INT4_ELEMENT_BYTES + lane / 4 * 16; }
+    static __device__ __forceinline__ Scales load_scales_at(uint32_t at, int lane) {
+        Scales loaded{load_shared_16(at), {}};
+        if constexpr (ZEROS) {
+            const uint32_t both = __float_as_uint(load_shared_f32(at + (INT4_ZEROS - INT4_ELEMENT_BYTES) - lane / 4 * 12));
+            loaded.zeros = make_uint2(both & 0x0F0F0F0F, both >> 4 & 0x0F0F0F0F);
+        }
+        return loaded;
+    }
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_scales_at(unit + scale_place(lane), lane); }
+
+    // The scale of group `g` of one of the lane's rows, given the scales of the row.
+    static __device__ __forceinline__ float group_scale(uint32_t first, uint32_t last, int g) { return half_of(g < 2 ? first : last, g % 2); }
+    // 128 plus the zero point of group `g`, twice.
+    static __device__ __forceinline__ uint32_t zero_twice(uint32_t zeros, int g) {
+        return ZEROS ? __byte_perm(zeros, 0x43434343, 0x4040 + 0x0101 * g) : 0x43004300 + 0x00010001 * INT4_MIDDLE;
+    }
+    // Fragments of a step of group `g`: the elements minus their zero points.
+    static __device__ __forceinline__ void integers(uint32_t word, const Scales& scales, int g, uint32_t (&a)[4]) {
+#pragma unroll
+        for (int pair = 0; pair < 4; pair++) {
+            const uint32_t zero = zero_twice(pair % 2 == 0 ? scales.zeros.x : scales.zeros.y, g);
+            a[pair] = subtract_bf16(mask_or(word >> (4 * pair), 0x000F000F, 0x43004300), zero);
+        }
+    }
+    static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
+        const uint32_t of[4] = {words.x, words.y, words.z, words.w};
+        const uint32_t low = bf16_of_halves(chunk == 0 ? scales.scales.x : scales.scales.y); // of two groups
+        const uint32_t high = bf16_of_halves(chunk == 0 ? scales.scales.z : scales.scales.w);
+#pragma unroll
+        for (int s = 0; s < CHUNK_STEPS; s++) {
+            integers(of[s], scales, 2 * chunk + s / 2, a[s]);
+#pragma unroll
+            for (int pair = 0; pair < 4; pair++) {
+                const uint32_t two = pair % 2 == 0 ? low : high;
+                a[s][pair] = multiply_bf16(a[s][pair], s / 2 == 0 ? low_half_twice(two) : high_half_twice(two));
+            }
+        }
+    }
+};
+using Int4 = Int4Of<false>;
+using Int4Zeros = Int4Of<true>;
 
 // FP8 weights that the tensor cores multiply with FP8 rows. Sums over 128 k are scaled in f32 before they are added up. All segments
 // are tall, because 256 rows of gate and up are 128 features of h, which share a scale.

@@ -7,10 +7,10 @@
 // bf16: wgmma reads weights from shared memory. The layout is [k / 64][rows][64], 128 bytes per row. In a row the eight 16-byte chunks
 // are permuted by the row number, which is the 128-byte swizzle that wgmma expects. x_panels and h have the same layout.
 //
-// FP8, MXFP4: wgmma reads weights from registers, after the threads have widened them. The layout is [ceil(k / 128)][rows / 16][unit].
+// FP8, MXFP4, INT4: wgmma reads weights from registers, after the threads have widened them. The layout is [ceil(k / 128)][rows / 16][unit].
 // In a unit the elements of a panel that a lane needs are together in 16-byte chunks, in the order of lanes, so a warp reads its unit
 // without bank conflicts. The unit's scales follow its elements. The bits of a chunk's words are arranged so that widening needs few
-// instructions (fp8_word, mxfp4_words). If k / 64 is odd, the second panel of the last k block is zeros.
+// instructions (fp8_word, mxfp4_words, int4_word). If k / 64 is odd, the second panel of the last k block is zeros.
 //
 // W8A8: wgmma reads FP8 weights from shared memory. The layout is [ceil(k / 128)][rows][128], 128 bytes per row, with chunks permuted
 // as in bf16; the scales of a panel's rows, f32 [rows], follow its rows. x_panels and h have the same layout, but their scales are in
@@ -31,7 +31,7 @@ constexpr int PANEL_K = 64;          // elements of k in a panel
 constexpr int PANEL_ROW_BYTES = 128; // bytes of a bf16 row in a panel
 constexpr int SWIZZLE_BYTES = 1024;  // alignment of wgmma's operands in shared memory
 constexpr int UNIT_ROWS = 16;        // rows of a unit, which are one warp's rows of wgmma's M
-constexpr int BLOCK_K = 128;         // elements of k in an FP8 or MXFP4 unit, and in a panel of W8A8
+constexpr int BLOCK_K = 128;         // elements of k in a unit of FP8, MXFP4 or INT4, and in a panel of W8A8
 
 // Index of element (row, k) of a bf16 matrix with `rows` rows.
 EXPERTD_HD uint64_t panel_index(uint64_t row, uint64_t k, uint64_t rows) {
@@ -128,6 +128,27 @@ EXPERTD_HD uint8_t mxfp4_multiplier(int code, int offset) {
 EXPERTD_HD uint32_t mxfp4_scales(const uint8_t fields[4]) {
     const uint32_t word = fields[0] | fields[2] << 8 | fields[1] << 16 | uint32_t(fields[3]) << 24;
     return word << 7 | word >> 25;
+}
+
+// ---- INT4: 1024 bytes of elements, [2 panels][32 lanes][4 words], then f16 [8][2][4] scales, then [8][4] bytes of zero points ----
+//
+// A word holds a step. Each of its halves has an element of every pair p, at bits 4 p to 4 p + 3. The scale of row l / 4 + 8 i and 32 k
+// number g is at [l / 4][i][g]; the zero points of both rows are the low and high half of byte [l / 4][g]. Wider groups repeat theirs.
+// EXPERTD_INT4 has no zero points in memory: all are INT4_MIDDLE.
+constexpr int INT4_MIDDLE = 8;
+constexpr int INT4_GROUP = 32;
+constexpr int INT4_GROUPS = BLOCK_K / INT4_GROUP; // groups of a row in a unit
+constexpr int INT4_ELEMENT_BYTES = UNIT_ROWS * BLOCK_K / 2;
+constexpr int INT4_ZEROS = INT4_ELEMENT_BYTES + UNIT_ROWS * INT4_GROUPS * 2; // place of the zero points
+constexpr int INT4_UNIT_BYTES = INT4_ZEROS;
+constexpr int INT4_ZEROS_UNIT_BYTES = INT4_ZEROS + UNIT_ROWS * INT4_GROUPS / 2;
+
+EXPERTD_HD uint32_t int4_word(const uint8_t codes[4][2]) {
+    uint32_t word = 0;
+    for (int pair = 0; pair < 4; pair++) {
+        for (int half = 0; half < 2; half++) word |= uint32_t(codes[pair][half]) << (16 * half + 4 * pair);
+    }
+    return word;
 }
 
 } // namespace expertd

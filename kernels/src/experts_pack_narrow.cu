@@ -1,4 +1,4 @@
-// Rewrites row-major FP8 and MXFP4 checkpoint weights into the units and panels of experts_layout.cuh.
+// Rewrites row-major FP8, MXFP4 and INT4 checkpoint weights into the units and panels of experts_layout.cuh.
 //
 // A warp writes the units of 16 rows, one k block after the other; each lane gathers the elements that it will hold in the expert
 // kernel. The scale of a row that contains a NaN becomes NaN, because the expert kernel widens the two NaN codes of e4m3 to ±480 and
@@ -150,6 +150,44 @@ EXPERTD_HD void pack_mxfp4(const ExpertdPackNarrowParams& p, const Rows& rows, c
     }
 }
 
+// Groups past the last k have scale 0, so their elements are zeros.
+EXPERTD_HD void pack_int4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
+    const bool with_zeros = p.format == EXPERTD_INT4_ZEROS;
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K, unit_bytes = with_zeros ? INT4_ZEROS_UNIT_BYTES : INT4_UNIT_BYTES;
+    const Rows rows = find_rows(p, unit, lane, k / 2, k / INT4_GROUP * 2);
+    const uint8_t* zeros[2] = {};
+    for (int i = 0; i < 2 && with_zeros; i++) {
+        const int feature = rows.index[i] < p.inter || p.kind != EXPERTD_PACK_GATE_UP ? rows.index[i] : rows.index[i] - p.inter;
+        zeros[i] = static_cast<const uint8_t*>(feature == rows.index[i] ? p.first_zeros : p.second_zeros) + uint64_t(feature) * (k / INT4_GROUP);
+    }
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * unit_bytes;
+        for (int panel = 0; panel < 2; panel++) {
+            uint32_t words[4];
+            for (int step = 0; step < 4; step++) {
+                uint8_t codes[4][2];
+                for (int pair = 0; pair < 4; pair++) {
+                    const int column = block * BLOCK_K + fragment_k(lane, panel * 4 + step, pair);
+                    const uint8_t both = column < k ? rows.codes[pair % 2][column / 2] : 0;
+                    codes[pair][0] = both & 15, codes[pair][1] = both >> 4;
+                }
+                words[step] = int4_word(codes);
+            }
+            *reinterpret_cast<uint4*>(out + panel * 512 + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        // A lane writes one group's scales and zero points of both rows.
+        const int number = lane % 4, group = block * INT4_GROUPS + number;
+        const bool inside = group < k / INT4_GROUP;
+        uint16_t* scales = reinterpret_cast<uint16_t*>(out + INT4_ELEMENT_BYTES) + lane / 4 * 2 * INT4_GROUPS + number;
+        for (int i = 0; i < 2; i++) scales[i * INT4_GROUPS] = inside ? reinterpret_cast<const uint16_t*>(rows.scales[i])[group] : 0;
+        if (with_zeros) out[INT4_ZEROS + lane / 4 * INT4_GROUPS + number] = inside ? uint8_t(zeros[0][group] | zeros[1][group] << 4) : 0;
+    }
+    for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, false, 0);
+}
+
+// Whether the elements are integers of 4 bits.
+EXPERTD_HD bool is_int4(int format) { return format == EXPERTD_INT4 || format == EXPERTD_INT4_ZEROS; }
+
 __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, int k) {
     const int unit = blockIdx.x * PACK_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (unit >= units) return;
@@ -159,6 +197,8 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
         for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, quad_max(nan[i]) != 0, 0);
     } else if (p.format == EXPERTD_W8A8) {
         pack_w8a8(p, unit, units, lane, k);
+    } else if (is_int4(p.format)) {
+        pack_int4(p, unit, units, lane, k);
     } else {
         const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
         int offset[2];
@@ -176,6 +216,10 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
     constexpr int LANES = 32;
     if (p.format == EXPERTD_W8A8) {
         for (int lane = 0; lane < LANES; lane++) pack_w8a8(p, unit, units, lane, k);
+        return;
+    }
+    if (is_int4(p.format)) {
+        for (int lane = 0; lane < LANES; lane++) pack_int4(p, unit, units, lane, k);
         return;
     }
     for (int quad = 0; quad < LANES; quad += 4) {
@@ -208,7 +252,8 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
 bool is_valid(const ExpertdPackNarrowParams& p) {
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
     return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 &&
-           (p.format == EXPERTD_FP8 || p.format == EXPERTD_MXFP4 || p.format == EXPERTD_W8A8) && p.first != nullptr &&
+           p.format > EXPERTD_BF16 && p.format <= EXPERTD_INT4_ZEROS && p.first != nullptr &&
+           (p.format != EXPERTD_INT4_ZEROS || (p.first_zeros != nullptr && (!gate_up || p.second_zeros != nullptr))) &&
            p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
            p.row_scales != nullptr && p.units != nullptr;
 }
@@ -241,6 +286,9 @@ extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, i
     const uint64_t rows = gate_up ? 2 * inter : hidden, k = gate_up ? hidden : inter;
     if (format == EXPERTD_BF16) return rows * k * 2;
     static_assert(expertd::FP8_UNIT_BYTES == expertd::W8A8_UNIT_BYTES, "FP8 takes the same memory in both layouts");
-    const uint64_t unit = format == EXPERTD_MXFP4 ? expertd::MXFP4_UNIT_BYTES : expertd::FP8_UNIT_BYTES;
+    const uint64_t unit = format == EXPERTD_MXFP4        ? expertd::MXFP4_UNIT_BYTES
+                          : format == EXPERTD_INT4       ? expertd::INT4_UNIT_BYTES
+                          : format == EXPERTD_INT4_ZEROS ? expertd::INT4_ZEROS_UNIT_BYTES
+                                                         : expertd::FP8_UNIT_BYTES;
     return rows / expertd::UNIT_ROWS * ((k + expertd::BLOCK_K - 1) / expertd::BLOCK_K) * unit;
 }

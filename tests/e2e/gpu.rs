@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::service::load::{Load, Rows};
-use crate::service::{Service, alive, families, golden, send, test_gpus};
+use crate::service::{Service, alive, families, golden, part, send, test_gpus};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 use expertd_rank_cuda as gpu;
@@ -104,14 +104,14 @@ pub(crate) async fn verified_in_both_types(service: &Service, family: &str, rank
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_every_family() {
     let (most, _in_use) = gpus();
-    for (index, family) in families().iter().enumerate() {
+    for (index, family) in part((0..).zip(families()).collect()) {
         // Each family runs at one number of ranks, taken in turn; two families run at every number.
         let at_all = ["qwen3_moe", "deepseek_v3"].contains(&family.as_str());
         for ranks in 1..=most {
-            if at_all || index as u32 % most + 1 == ranks {
-                let service = start(family, ranks, &[]);
+            if at_all || index % most + 1 == ranks {
+                let service = start(&family, ranks, &[]);
                 assert_eq!(service.ranks().len(), ranks as usize);
-                verified_in_both_types(&service, family, ranks, "1e-2").await;
+                verified_in_both_types(&service, &family, ranks, "1e-2").await;
             }
         }
     }
@@ -122,7 +122,7 @@ async fn recorded_answers_of_every_family() {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_quantised_checkpoints() {
     let (most, _in_use) = gpus();
-    for name in QUANTISED {
+    for name in part(QUANTISED.to_vec()) {
         for ranks in 1..=most {
             // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
             for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
@@ -162,7 +162,7 @@ async fn assert_unpadded(service: &Service) {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_repacked_checkpoints() {
     let (most, _in_use) = gpus();
-    for (index, name) in (0..).zip(REPACKED) {
+    for (index, name) in part((0..).zip(REPACKED).collect()) {
         let ranks = index % most + 1;
         let service = start(name, ranks, &["--fp8-compute", "bf16"]);
         verified_in_both_types(&service, name, ranks, "1e-2").await;

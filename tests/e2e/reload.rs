@@ -280,7 +280,6 @@ async fn chaos_on_gpus_fails_no_call() {
 
 async fn chaos(device: &str, injected: &[&'static str], tolerance: f64) {
     let seed = number("EXPERTD_CHAOS_SEED", u64::from(std::process::id()));
-    let until = Instant::now() + Duration::from_secs(number("EXPERTD_CHAOS_SECONDS", 10));
     println!("chaos with seed {seed}");
     let mut random = SmallRng::seed_from_u64(seed);
     let folder = tempfile::tempdir().unwrap();
@@ -291,6 +290,8 @@ async fn chaos(device: &str, injected: &[&'static str], tolerance: f64) {
     let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap())];
     let service = Arc::new(Service::start_checkpoint(&sources[0], 2, &flags, &environment));
     let callers = Callers::start(&service, &answers).await;
+    // Several ranks on a busy GPU take longer to start than the faults last.
+    let until = Instant::now() + Duration::from_secs(number("EXPERTD_CHAOS_SECONDS", 10));
     let reloading = {
         let (service, sources) = (Arc::clone(&service), sources.clone());
         tokio::spawn(async move {

@@ -106,7 +106,7 @@ async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardRespons
 struct Memory {
     router: u64,
     ranks: u64,
-    /// Memory of all GPUs, in steps of 1 MiB.
+    /// GPU memory of the ranks, in steps of 1 MiB.
     device: u64,
 }
 
@@ -120,15 +120,35 @@ impl Memory {
             };
             value("RssAnon:") + value("RssShmem:")
         };
-        let query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"];
-        let used = Command::new("nvidia-smi").args(query).output().unwrap().stdout;
-        let used = String::from_utf8_lossy(&used);
+        let ranks = service.ranks();
         Memory {
             router: resident(&service.pid()),
-            ranks: service.ranks().iter().map(resident).sum(),
-            device: used.lines().map(|line| line.trim().parse::<u64>().unwrap() << 10).sum(),
+            ranks: ranks.iter().map(resident).sum(),
+            device: of_processes(&ranks).unwrap_or_else(of_gpus),
         }
     }
+}
+
+/// The answer of `nvidia-smi --query-WHAT`, a line for each GPU or process.
+fn nvidia_smi(what: &str) -> String {
+    let query = [&format!("--query-{what}"), "--format=csv,noheader,nounits"];
+    String::from_utf8(Command::new("nvidia-smi").args(query).output().unwrap().stdout).unwrap()
+}
+
+/// GPU memory of these processes in kB; `None` where `nvidia-smi` does not list them, as in a container.
+fn of_processes(pids: &[u32]) -> Option<u64> {
+    let listed = nvidia_smi("compute-apps=pid,used_memory");
+    let used = listed.lines().filter_map(|line| line.split_once(", "));
+    let used: Vec<u64> = used
+        .filter(|(pid, _)| pid.parse().is_ok_and(|pid: u32| pids.contains(&pid)))
+        .filter_map(|(_, mebibytes)| mebibytes.trim().parse::<u64>().ok())
+        .collect();
+    (used.len() >= pids.len()).then(|| used.iter().sum::<u64>() << 10)
+}
+
+/// Memory in use of all GPUs in kB.
+fn of_gpus() -> u64 {
+    nvidia_smi("gpu=memory.used").lines().map(|line| line.trim().parse::<u64>().unwrap() << 10).sum()
 }
 
 /// Counts over all callers.
@@ -178,6 +198,7 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
         callers.spawn(async move {
             let mut rng = SmallRng::seed_from_u64(caller);
             let mut largest: f64 = 0.0;
+            let mut reported = 0;
             for _ in 0..FULL_ROUNDS {
                 let rows = encode(&pool[..LARGEST * HIDDEN], DType::F32);
                 together.wait().await;
@@ -191,6 +212,11 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
                 let answer = client.forward(request.clone(), None).await.unwrap();
                 assert_eq!(answer.rows.len(), request.tokens as usize * HIDDEN * dtype.size());
                 seen.add(&answer, request.tokens);
+                // A run that is cut off has said how far it came.
+                if caller == 0 && seen.steps() >= reported + wanted / 10 {
+                    reported = seen.steps();
+                    println!("{reported} steps in {:.0} s", begun.elapsed().as_secs_f64());
+                }
                 if compare_this {
                     let error = compare(&cpu, &request, &answer, dtype).await;
                     assert!(

@@ -40,6 +40,7 @@ impl DeviceFormat {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 => (4.0, 3.5e6),
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros => (4.0, f64::INFINITY),
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
             DeviceFormat::W8a8 => (0.5, 1e6),
         };
@@ -84,6 +85,10 @@ mod tests {
             (DeviceFormat::Fp8, QWEN3, 4, &[1, 2, 4, 8, 16], &[]),
             (DeviceFormat::Fp8, QWEN3, 1, &[1, 2, 4, 8, 16, 32], &[]),
             (DeviceFormat::Fp8, GPT_OSS, 4, &[1, 2, 4, 8, 16, 32], &[]),
+            (DeviceFormat::Int4, QWEN3, 4, &[2, 8], &[32, 128]),
+            (DeviceFormat::Int4, QWEN3, 1, &[1, 2, 8, 16, 32, 48, 64], &[96, 128]),
+            (DeviceFormat::Int4, DEEPSEEK, 1, &[1, 8, 32], &[]),
+            (DeviceFormat::Int4Zeros, QWEN3, 1, &[1, 2, 8, 16, 32, 48, 64], &[96, 128]),
             (DeviceFormat::W8a8, QWEN3, 4, &[1, 2], &[8, 16, 32]),
             (DeviceFormat::W8a8, QWEN3, 1, &[1], &[8]),
             (DeviceFormat::W8a8, DEEPSEEK, 4, &[], &[1, 8]),

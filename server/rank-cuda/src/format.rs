@@ -11,6 +11,8 @@ pub(crate) const FP8_COLS: usize = 128;
 const UNIT_ROWS: usize = 16;
 /// Columns of a unit of weights.
 const UNIT_COLS: usize = 128;
+/// Columns that share a scale and a zero point of INT4 weights.
+pub(crate) const INT4_COLS: usize = 32;
 
 /// Rounds a hidden or intermediate size up to the next one that the kernels support.
 pub(crate) const fn padded(size: usize) -> usize {
@@ -23,13 +25,16 @@ pub enum DeviceFormat {
     /// bf16, for weights stored in bf16, f16 and f32, for those whose scales no other format can hold, and for experts whose
     /// matrices differ in format.
     Bf16,
-    /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16. For FP8 weights, and for INT4 weights, whose
-    /// integers are e4m3 codes.
+    /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16.
     Fp8,
     /// FP8 e4m3 with multipliers, for products with rows in FP8. For FP8 weights, and for MXFP4 weights, which are re-encoded.
     W8a8,
     /// MXFP4, widened to bf16 for products with rows in bf16.
     Mxfp4,
+    /// INT4 with zero point 8 and f16 scales for 32 columns, widened to bf16 for products with rows in bf16.
+    Int4,
+    /// The same with a zero point for every scale.
+    Int4Zeros,
 }
 
 /// The properties of stored weights that decide on their device format.
@@ -39,6 +44,8 @@ pub struct Stored {
     pub format: WeightFormat,
     /// Columns per block or group of scales, if a row of any matrix has several.
     pub scale_cols: Option<usize>,
+    /// Whether groups of INT4 weights have zero points.
+    pub zero_points: bool,
     /// Whether gate, up and down differ in format; `format` is then that of gate.
     pub is_mixed: bool,
 }
@@ -47,14 +54,15 @@ impl Stored {
     /// The routed experts of a layer.
     #[must_use]
     pub const fn routed(spec: &ExpertsSpec) -> Self {
-        Stored { format: spec.format, scale_cols: spec.scale_cols, is_mixed: false }
+        let ExpertsSpec { format, scale_cols, zero_points, .. } = *spec;
+        Stored { format, scale_cols, zero_points, is_mixed: false }
     }
 
     /// The shared experts of a layer.
     #[must_use]
     pub const fn shared(spec: &SharedSpec) -> Self {
-        let is_mixed = !spec.other_formats.is_empty();
-        Stored { format: spec.format, scale_cols: spec.scale_cols, is_mixed }
+        let SharedSpec { format, scale_cols, zero_points, .. } = *spec;
+        Stored { format, scale_cols, zero_points, is_mixed: !spec.other_formats.is_empty() }
     }
 
     /// The format of these weights on GPU ranks.
@@ -79,7 +87,13 @@ impl Stored {
                 }
             }
             // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `products` says.
-            WeightFormat::Int4 if has_wide_scales(self.scale_cols) => DeviceFormat::Fp8,
+            WeightFormat::Int4 if has_groups_of_32(self.scale_cols) => {
+                if self.zero_points {
+                    DeviceFormat::Int4Zeros
+                } else {
+                    DeviceFormat::Int4
+                }
+            }
             WeightFormat::Bf16
             | WeightFormat::F16
             | WeightFormat::F32
@@ -99,14 +113,15 @@ impl Stored {
         match (self.format, self.on_device(products)) {
             (WeightFormat::Bf16, _) => "bf16, as stored".to_owned(),
             (format @ (WeightFormat::F16 | WeightFormat::F32), _) => format!("bf16, rounded from {format}"),
-            (WeightFormat::Int4, DeviceFormat::Fp8) => {
-                "FP8, which holds the integers exactly; products in bf16".to_owned()
+            (WeightFormat::Int4, DeviceFormat::Int4 | DeviceFormat::Int4Zeros) => {
+                "INT4, as stored; products in bf16".to_owned()
             }
             (format @ (WeightFormat::Int4 | WeightFormat::Fp8E4m3), DeviceFormat::Bf16) => {
                 let cols = self.scale_cols.unwrap_or_default();
-                let parts = if format == WeightFormat::Int4 { "groups" } else { "blocks" };
+                let (parts, unit) =
+                    if format == WeightFormat::Int4 { ("groups", INT4_COLS) } else { ("blocks", FP8_COLS) };
                 format!(
-                    "bf16, rounded once, because {parts} of {cols} columns are no multiple of {FP8_COLS} wide"
+                    "bf16, rounded once, because {parts} of {cols} columns are no multiple of {unit} wide"
                 )
             }
             (WeightFormat::Nvfp4, _) => "bf16, rounded once with the factor of the matrix".to_owned(),
@@ -116,7 +131,7 @@ impl Stored {
             }
             (_, DeviceFormat::W8a8) => "FP8, as stored; products in FP8".to_owned(),
             (_, DeviceFormat::Mxfp4) => "MXFP4, as stored; products in bf16".to_owned(),
-            (_, DeviceFormat::Fp8 | DeviceFormat::Bf16) => "FP8, as stored; products in bf16".to_owned(),
+            (_, _) => "FP8, as stored; products in bf16".to_owned(),
         }
     }
 }
@@ -127,9 +142,10 @@ impl DeviceFormat {
     pub(crate) const fn accepts(self, stored: WeightFormat) -> bool {
         match self {
             DeviceFormat::Bf16 => true,
-            DeviceFormat::Fp8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Int4),
+            DeviceFormat::Fp8 => matches!(stored, WeightFormat::Fp8E4m3),
             DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Mxfp4),
             DeviceFormat::Mxfp4 => matches!(stored, WeightFormat::Mxfp4),
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros => matches!(stored, WeightFormat::Int4),
         }
     }
 
@@ -138,7 +154,7 @@ impl DeviceFormat {
     pub const fn padded_inter(self, inter: usize) -> usize {
         match self {
             DeviceFormat::W8a8 => inter.next_multiple_of(FP8_COLS),
-            DeviceFormat::Bf16 | DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => padded(inter),
+            _ => padded(inter),
         }
     }
 
@@ -154,6 +170,8 @@ impl DeviceFormat {
             DeviceFormat::Bf16 => return rows * cols * 2,
             DeviceFormat::Fp8 | DeviceFormat::W8a8 => (8, UNIT_ROWS * 4),
             DeviceFormat::Mxfp4 => (4, UNIT_ROWS * UNIT_COLS / 32),
+            DeviceFormat::Int4 => (4, UNIT_ROWS * UNIT_COLS / INT4_COLS * 2),
+            DeviceFormat::Int4Zeros => (4, UNIT_ROWS * UNIT_COLS / INT4_COLS * 5 / 2),
         };
         let unit = UNIT_ROWS * UNIT_COLS * code_bits / 8 + scale_bytes;
         rows / UNIT_ROWS * cols.div_ceil(UNIT_COLS) * unit
@@ -166,6 +184,14 @@ impl DeviceFormat {
         let [gate_up, down] = self.matrix_bytes(hidden, inter);
         let scaled = !matches!(self, DeviceFormat::Bf16);
         gate_up + down + (scaled as usize + biases as usize) * (2 * inter + hidden) * 4
+    }
+}
+
+/// Whether no scale or zero point changes within 32 columns, from a multiple of 32 on.
+const fn has_groups_of_32(scale_cols: Option<usize>) -> bool {
+    match scale_cols {
+        None => true,
+        Some(cols) => cols.is_multiple_of(INT4_COLS),
     }
 }
 
@@ -192,17 +218,21 @@ mod tests {
     use super::*;
 
     fn on_device(format: WeightFormat, scale_cols: Option<usize>) -> [DeviceFormat; 2] {
-        [Fp8Products::OF_FP8, Fp8Products::NONE]
-            .map(|products| Stored { format, scale_cols, is_mixed: false }.on_device(products))
+        [Fp8Products::OF_FP8, Fp8Products::NONE].map(|products| {
+            Stored { format, scale_cols, zero_points: false, is_mixed: false }.on_device(products)
+        })
     }
 
     #[test]
     fn the_device_format_follows_from_the_scales() {
-        use DeviceFormat::{Bf16, Fp8, Mxfp4, W8a8};
-        for wide in [None, Some(128), Some(384)] {
-            assert_eq!(on_device(WeightFormat::Int4, wide), [Fp8, Fp8], "{wide:?}");
+        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, W8a8};
+        for cols in [None, Some(32), Some(64), Some(96), Some(128)] {
+            assert_eq!(on_device(WeightFormat::Int4, cols), [Int4, Int4], "{cols:?}");
+            let stored =
+                Stored { format: WeightFormat::Int4, scale_cols: cols, zero_points: true, is_mixed: false };
+            assert_eq!(stored.on_device(Fp8Products::OF_BOTH), Int4Zeros, "{cols:?}");
         }
-        for narrow in [16, 32, 64, 96, 192] {
+        for narrow in [8, 16, 48, 100] {
             assert_eq!(on_device(WeightFormat::Int4, Some(narrow)), [Bf16, Bf16], "{narrow}");
         }
         assert_eq!(on_device(WeightFormat::Nvfp4, Some(16)), [Bf16, Bf16]);
@@ -214,14 +244,16 @@ mod tests {
         for narrow in [32, 64, 96, 192] {
             assert_eq!(on_device(WeightFormat::Fp8E4m3, Some(narrow)), [Bf16, Bf16], "{narrow}");
         }
-        for (format, parts) in [(WeightFormat::Int4, "groups"), (WeightFormat::Fp8E4m3, "blocks")] {
-            let of = |cols| Stored { format, scale_cols: Some(cols), is_mixed: false };
-            let text = of(32).explain(Fp8Products::OF_FP8);
+        for (format, parts, unit, name) in
+            [(WeightFormat::Int4, "groups", 32, "INT4"), (WeightFormat::Fp8E4m3, "blocks", 128, "FP8")]
+        {
+            let of = |cols| Stored { format, scale_cols: Some(cols), zero_points: false, is_mixed: false };
+            let text = of(16).explain(Fp8Products::OF_FP8);
             assert_eq!(
                 text,
-                format!("bf16, rounded once, because {parts} of 32 columns are no multiple of 128 wide")
+                format!("bf16, rounded once, because {parts} of 16 columns are no multiple of {unit} wide")
             );
-            assert!(of(128).explain(Fp8Products::OF_FP8).starts_with("FP8"));
+            assert!(of(128).explain(Fp8Products::OF_FP8).starts_with(name));
         }
     }
 
@@ -229,7 +261,7 @@ mod tests {
     fn matrices_of_several_formats_become_bf16() {
         use WeightFormat::{Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
         for format in [Bf16, F16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4] {
-            let stored = Stored { format, scale_cols: Some(128), is_mixed: true };
+            let stored = Stored { format, scale_cols: Some(128), zero_points: false, is_mixed: true };
             for products in [Fp8Products::OF_BOTH, Fp8Products::NONE] {
                 assert_eq!(stored.on_device(products), DeviceFormat::Bf16, "{format}");
                 assert!(stored.explain(products).contains("differ in format"), "{format}");
@@ -240,7 +272,7 @@ mod tests {
     #[test]
     fn mxfp4_becomes_fp8_only_on_request() {
         use WeightFormat::{Bf16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
-        let of = |format| Stored { format, scale_cols: None, is_mixed: false };
+        let of = |format| Stored { format, scale_cols: None, zero_points: false, is_mixed: false };
         let of_mxfp4 = Fp8Products::OF_MXFP4;
         assert_eq!(of(Mxfp4).on_device(of_mxfp4), DeviceFormat::W8a8);
         assert_eq!(of(Mxfp4).on_device(Fp8Products::OF_BOTH), DeviceFormat::W8a8);
@@ -253,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expert_of_integers_takes_half_of_bf16() {
+    fn an_expert_takes_the_bytes_of_its_units() {
         // gate and up [256, 256] and down [256, 128] in units of 16 × 128 elements with 16 f32 multipliers.
         let units = 2 * 128 / 16 * 2 + 256 / 16;
         let factors = (2 * 128 + 256) * 4;
@@ -262,14 +294,20 @@ mod tests {
         assert_eq!(DeviceFormat::Fp8.expert_bytes(250, 100, true), fp8 + factors);
         assert_eq!(DeviceFormat::Bf16.expert_bytes(256, 128, false), 3 * 256 * 128 * 2);
         assert_eq!(DeviceFormat::Mxfp4.expert_bytes(256, 128, false), units * (1024 + 64) + factors);
+        assert_eq!(DeviceFormat::Int4.expert_bytes(256, 128, false), units * (1024 + 128) + factors);
+        assert_eq!(
+            DeviceFormat::Int4Zeros.expert_bytes(256, 128, false),
+            units * (1024 + 128 + 32) + factors
+        );
     }
 
     /// The kernels compute sizes by themselves.
     #[cfg(feature = "cuda")]
     #[test]
     fn sizes_are_those_of_the_kernels() {
+        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, W8a8};
         use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, matrix_bytes};
-        for format in [DeviceFormat::Bf16, DeviceFormat::Fp8, DeviceFormat::W8a8, DeviceFormat::Mxfp4] {
+        for format in [Bf16, Fp8, W8a8, Mxfp4, Int4, Int4Zeros] {
             for (hidden, inter) in [(64, 128), (192, 256), (2048, 768), (2880 - 64, 2880 - 64)] {
                 let kernels = [PACK_GATE_UP, PACK_DOWN]
                     .map(|kind| matrix_bytes(format.code(), kind, hidden, inter) as usize);

@@ -3,6 +3,7 @@
 //!
 //!     cargo test --release --features cuda --test e2e sessions::cuda_routing -- --ignored --nocapture --test-threads 1
 
+use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 
@@ -21,7 +22,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng as _, RngExt as _, SeedableRng as _};
 
 use super::*;
-use crate::service::test_gpus;
+use crate::service::{part, test_gpus};
 
 /// Relative L2 error of a row computed in bf16.
 const TOLERANCE: f64 = 1e-2;
@@ -108,7 +109,7 @@ fn answers_of_every_family_are_right() {
     const BOTH: u32 = RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING;
     let (runtime, last) = (runtime(), gpus() - 1);
     let devices: Vec<u32> = [last, 0].into_iter().take(gpus().min(2) as usize).collect();
-    for family in families() {
+    for family in part(families()) {
         let host = host(&family);
         let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
         for &device in &devices {
@@ -241,20 +242,25 @@ fn wrong_routing_fails_its_call_alone_and_graphs_read_it_anew() {
 }
 
 /// Calls of one GPU's session until it is told to stop; every answer is compared.
-fn calls(address: &str, device: u32, stop: &AtomicBool, answered: &AtomicU64) {
+pub(super) fn calls(address: &str, device: u32, mut rows: Rows, stop: &AtomicBool, answered: &AtomicU64) {
     let caller = Caller::open(address, device);
-    let mut rows = Rows::new(&golden(FAMILY), u64::from(device), MAX_ROWS as usize);
+    let mut prepared: BTreeMap<u32, Prepared> = BTreeMap::new();
     while !stop.load(Ordering::Relaxed) {
         let (request, wanted) = rows.draw();
-        let call = caller.prepare(&request, 0, 0);
+        let call = *prepared.entry(request.layer).or_insert_with(|| caller.prepare(&request, 0, 0));
         for _ in 0..20 {
             let [answer, ..] = caller.forward(call, &request, 0);
             let response = expertd_proto::v1::ForwardResponse { rows: answer.into(), ..Default::default() };
-            check_within(TOLERANCE, &response, &wanted, &request);
+            rows.check(&response, &wanted, &request);
             answered.fetch_add(1, Ordering::Relaxed);
         }
     }
-    assert_eq!(caller.stream.status().unwrap().failures, 0);
+    let status = caller.stream.status().unwrap();
+    assert_eq!(status.failures, 0, "{:?}", status.last_failure);
+}
+
+fn rows_of_family(seed: u64) -> Rows {
+    Rows::new(&golden(FAMILY), seed, MAX_ROWS as usize).within(TOLERANCE)
 }
 
 #[test]
@@ -266,7 +272,8 @@ fn sessions_of_several_gpus_call_at_once() {
     let sessions: Vec<(u32, AtomicU64)> = (0..2 * gpus()).map(|one| (one / 2, AtomicU64::new(0))).collect();
     std::thread::scope(|scope| {
         for (device, answered) in &sessions {
-            scope.spawn(|| calls(&host.address, *device, &stop, answered));
+            let rows = rows_of_family(u64::from(*device));
+            scope.spawn(|| calls(&host.address, *device, rows, &stop, answered));
         }
         eventually(LOST, "every session is answered", || {
             sessions.iter().all(|(_, answered)| answered.load(Ordering::Relaxed) > 500)
@@ -314,7 +321,7 @@ fn a_client_that_scribbles_harms_no_other() {
     let gpu = Gpu::open(device).unwrap();
     let mut random = SmallRng::seed_from_u64(1);
     std::thread::scope(|scope| {
-        scope.spawn(|| calls(&host.address, device, &stop, &answered));
+        scope.spawn(|| calls(&host.address, device, rows_of_family(0), &stop, &answered));
         eventually(LOST, "calls are answered", || answered.load(Ordering::Relaxed) > 50);
         let descriptors = host.descriptors();
         for round in 0..60 {

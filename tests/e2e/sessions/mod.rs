@@ -9,6 +9,7 @@ mod hostile;
 mod kept;
 mod killed;
 mod late;
+mod other_checkpoints;
 #[path = "../../../client/session/examples/forward.rs"]
 #[allow(dead_code, unreachable_pub, reason = "an example is a program")]
 mod rust_example;
@@ -31,7 +32,7 @@ use expertd_types::rows::{decode, encode};
 use rustix::process::Signal;
 
 use crate::service::load::{Rows, check, check_within};
-use crate::service::{Service, eventually, families, golden, send};
+use crate::service::{Service, eventually, families, fixture, golden, send};
 
 const FAMILY: &str = "qwen3_moe";
 /// Nothing should take this long.
@@ -46,10 +47,14 @@ struct Host {
 
 impl Host {
     fn start(family: &str, ranks: u32, more: &[&str]) -> Host {
+        Host::start_checkpoint(&fixture(family), ranks, more)
+    }
+
+    fn start_checkpoint(model: &Path, ranks: u32, more: &[&str]) -> Host {
         let folder = tempfile::tempdir().unwrap();
         let address = format!("unix:{}", folder.path().join("session.sock").display());
         let flags = [&["--session-listen", &address], more].concat();
-        Host { service: Service::start(family, ranks, &flags), address, _folder: folder }
+        Host { service: Service::start_checkpoint(model, ranks, &flags, &[]), address, _folder: folder }
     }
 
     fn path(&self) -> PathBuf {
@@ -100,6 +105,11 @@ impl Load {
 
     /// The same, with another bound on a row's relative error.
     fn start_within(tolerance: f64, host: &Host, largest: usize) -> Load {
+        Load::of(&golden(FAMILY), tolerance, host, largest)
+    }
+
+    /// The same with rows of a recording.
+    fn of(golden: &Path, tolerance: f64, host: &Host, largest: usize) -> Load {
         let (stop, answered) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut workers = Vec::new();
         for number in 0..2 {
@@ -107,7 +117,7 @@ impl Load {
             for thread in 0..2 {
                 let (session, stop, answered) =
                     (Arc::clone(&session), Arc::clone(&stop), Arc::clone(&answered));
-                let mut rows = Rows::new(&golden(FAMILY), 10 * number + thread, largest);
+                let mut rows = Rows::new(golden, 10 * number + thread, largest);
                 workers.push(std::thread::spawn(move || {
                     let mut generations = Vec::new();
                     while !stop.load(Ordering::Relaxed) {

@@ -74,6 +74,8 @@ pub fn load(device: &Device, case: &Case, all: &[Expert]) -> Result<Loaded, Box<
         }
         let send = |stored: &Stored| Buffer::from_slice(device, &stored.scale_bytes());
         let (g_scales, u_scales, d_scales) = (send(&expert.gate)?, send(&expert.up)?, send(&expert.down)?);
+        let send = |stored: &Stored| Buffer::from_slice(device, &stored.zeros);
+        let (g_zeros, u_zeros, d_zeros) = (send(&expert.gate)?, send(&expert.up)?, send(&expert.down)?);
         let inputs = [expert.gate.row_scales.clone(), expert.up.row_scales.clone()].concat();
         let (inputs, outputs) =
             (Buffer::from_slice(device, &inputs)?, Buffer::from_slice(device, &expert.down.row_scales)?);
@@ -82,6 +84,8 @@ pub fn load(device: &Device, case: &Case, all: &[Expert]) -> Result<Loaded, Box<
             second: u.address(),
             first_scales: g_scales.address(),
             second_scales: u_scales.address(),
+            first_zeros: g_zeros.address(),
+            second_zeros: u_zeros.address(),
             row_scales_in: inputs.address(),
             row_scales: gate_up_scale.address() + i * 2 * inter as u64 * 4,
             units: gate_up + i * bytes[0],
@@ -95,6 +99,8 @@ pub fn load(device: &Device, case: &Case, all: &[Expert]) -> Result<Loaded, Box<
             second: 0,
             first_scales: d_scales.address(),
             second_scales: 0,
+            first_zeros: d_zeros.address(),
+            second_zeros: 0,
             row_scales_in: outputs.address(),
             row_scales: down_scale.address() + i * hidden as u64 * 4,
             units: down + i * bytes[1],

@@ -10,7 +10,7 @@ pub mod word;
 
 use expertd_kernels::device::Device;
 use expertd_kernels::experts;
-use half::bf16;
+use half::{bf16, f16};
 
 use self::launch::{FEW_ROWS, Step, load};
 use self::mlp::{Case, Expert};
@@ -168,6 +168,17 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         third.down.multipliers[1] = 1e-30;
         third.gate.row_scales[7] = 0.0;
         fourth.up.codes[3 * fourth.up.k] = 0xff; // reaches every output
+    } else if case.format != experts::MXFP4 {
+        let groups = first.down.k / experts::INT4_GROUP;
+        first.down.group_scales[5 * groups] = f16::NAN;
+        first.down.group_scales[17 * groups + groups - 1] = f16::NAN;
+        second.down.group_scales.fill(f16::ZERO);
+        second.down.group_scales[groups] = f16::MIN_POSITIVE_SUBNORMAL;
+        third.down.group_scales[..groups].fill(f16::MAX);
+        third.down.group_scales[1] = f16::from_f32(2f32.powi(-24));
+        third.gate.row_scales[7] = 0.0;
+        third.up.row_scales[9] = 1e20;
+        fourth.gate.group_scales[3] = f16::NAN; // reaches every output
     } else {
         let k = first.down.k;
         first.down.exponents[5 * (k / 32)] = 255;
@@ -231,7 +242,8 @@ const PLAIN: Case = Case {
 fn begin(options: &Options) -> Result<(Device, Random, Vec<i32>), Box<dyn std::error::Error>> {
     let device = Device::open(0)?;
     experts::setup()?;
-    let all = [experts::BF16, experts::FP8, experts::MXFP4, experts::W8A8];
+    let all =
+        [experts::BF16, experts::FP8, experts::MXFP4, experts::W8A8, experts::INT4, experts::INT4_ZEROS];
     let chosen = all.into_iter().filter(|&format| options.number("format", format as u64) == format as u64);
     Ok((device, Random(options.number("seed", 31)), chosen.collect()))
 }
@@ -239,7 +251,7 @@ fn begin(options: &Options) -> Result<(Device, Random, Vec<i32>), Box<dyn std::e
 pub fn check(options: &Options) -> Outcome {
     let (device, mut random, _) = begin(options)?;
     let plain = PLAIN;
-    for format in [experts::BF16, experts::FP8, experts::MXFP4] {
+    for format in [experts::BF16, experts::FP8, experts::MXFP4, experts::INT4, experts::INT4_ZEROS] {
         ragged(&device, &mut random, &Case { format, ..plain })?;
         // An odd number of panels in both, more rows than a tile, biases.
         let other =
@@ -276,7 +288,7 @@ pub fn check(options: &Options) -> Outcome {
         &mut random,
         &Case { hidden: 192, activation: experts::SWIGLU_CLAMPED, weight_on_input: true, ..blocks },
     )?;
-    for format in [experts::FP8, experts::MXFP4] {
+    for format in [experts::FP8, experts::MXFP4, experts::INT4, experts::INT4_ZEROS] {
         specials(&device, &mut random, &Case { format, hidden: 128, inter: 256, ..plain })?;
     }
     Ok(())

@@ -2,19 +2,23 @@
 
 use expertd_compute::experts::reference;
 use expertd_kernels::experts;
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::random::Random;
 
 /// One matrix as a checkpoint stores it, `[rows, k]`.
 pub struct Stored {
     pub k: usize,
-    /// bf16 bits, FP8 bytes or FP4 nibbles.
+    /// bf16 bits, FP8 bytes or nibbles.
     pub codes: Vec<u8>,
     /// FP8: `[rows, ceil(k / 128)]`.
     pub multipliers: Vec<f32>,
     /// MXFP4: `[rows, k / 32]`.
     pub exponents: Vec<u8>,
+    /// INT4: `[rows, k / 32]`.
+    pub group_scales: Vec<f16>,
+    /// INT4 with zero points: `[rows, k / 32]`.
+    pub zeros: Vec<u8>,
     pub row_scales: Vec<f32>,
     pub format: i32,
 }
@@ -48,6 +52,8 @@ impl Stored {
             codes: Vec::new(),
             multipliers: Vec::new(),
             exponents: Vec::new(),
+            group_scales: Vec::new(),
+            zeros: Vec::new(),
             row_scales: vec![1.0; rows],
             format,
         };
@@ -69,6 +75,17 @@ impl Stored {
                     .collect();
                 let at = |i: usize| drawn[i / columns / scale_rows * columns + i % columns];
                 stored.multipliers = (0..rows * columns).map(at).collect();
+            }
+            experts::INT4 | experts::INT4_ZEROS => {
+                stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
+                let groups = rows * k / experts::INT4_GROUP;
+                // Scales of four significant bits, with which bf16 holds scaled elements: large tiles round no weight then.
+                let unit = 2f32.powi((size / 5.0).log2().floor() as i32 - 3);
+                let scale = |_| f16::from_f32((8 + random.below(8)) as f32 * unit);
+                stored.group_scales = (0..groups).map(scale).collect();
+                let zero =
+                    |_| if format == experts::INT4 { experts::INT4_MIDDLE } else { random.below(16) as u8 };
+                stored.zeros = (0..groups).map(zero).collect();
             }
             _ => {
                 stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
@@ -92,6 +109,11 @@ impl Stored {
             experts::FP8 | experts::W8A8 => {
                 e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128])
             }
+            experts::INT4 | experts::INT4_ZEROS => {
+                let group = row * (self.k / experts::INT4_GROUP) + col / experts::INT4_GROUP;
+                let code = self.codes[at / 2] >> (at % 2 * 4) & 15;
+                (f64::from(code) - f64::from(self.zeros[group])) * self.group_scales[group].to_f64()
+            }
             _ => {
                 let exponent = self.exponents[row * (self.k / 32) + col / 32];
                 let scale = if exponent == 255 { f64::NAN } else { 2f64.powi(i32::from(exponent) - 127) };
@@ -106,10 +128,12 @@ impl Stored {
     }
 
     pub fn scale_bytes(&self) -> Vec<u8> {
-        if matches!(self.format, experts::FP8 | experts::W8A8) {
-            self.multipliers.iter().flat_map(|v| v.to_le_bytes()).collect()
-        } else {
-            self.exponents.clone()
+        match self.format {
+            experts::FP8 | experts::W8A8 => self.multipliers.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            experts::INT4 | experts::INT4_ZEROS => {
+                self.group_scales.iter().flat_map(|v| v.to_le_bytes()).collect()
+            }
+            _ => self.exponents.clone(),
         }
     }
 }

@@ -149,9 +149,7 @@ impl Layers {
         unsafe {
             match self.format {
                 DeviceFormat::Bf16 => self.pack_bf16(tensors, &packed)?,
-                DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
-                    self.pack_narrow(tensors, &packed, [gate_up_bytes, down_bytes])?;
-                }
+                _ => self.pack_narrow(tensors, &packed, [gate_up_bytes, down_bytes])?,
             }
         }
         self.stream.synchronize()?;

@@ -1,11 +1,10 @@
-//! Rows of quantised matrices, a group of columns at a time: as bf16, or as e4m3 codes of INT4's integers.
+//! Rows of quantised matrices as bf16, a group of columns at a time.
 
 use std::sync::LazyLock;
 
 use expertd_model::decode::{fp4_e2m1, fp8_e4m3};
 use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 use half::bf16;
-use rayon::prelude::*;
 
 /// Columns that share an exponent in MXFP4 and MXFP8.
 const MX_COLS: usize = 32;
@@ -20,36 +19,6 @@ pub(super) fn is_grouped(view: &MatrixView<'_>) -> bool {
         WeightFormat::Fp8E4m3 => view.col_stride == 1,
         WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => false,
     }
-}
-
-/// The e4m3 code of an integer from -16 to 16, which e4m3 holds exactly.
-const fn integer_code(value: i16) -> u8 {
-    let magnitude = value.unsigned_abs();
-    if magnitude == 0 {
-        return 0;
-    }
-    // The exponent has bias 7, and three bits follow the leading one.
-    let exponent = magnitude.ilog2();
-    let code = ((exponent + 7) << 3) as u8 | ((magnitude << 3 >> exponent) & 7) as u8;
-    if value < 0 { code | 0x80 } else { code }
-}
-
-/// Writes an INT4 matrix as rows of `cols` e4m3 codes of its elements minus their zero points; those outside the matrix are zero.
-pub(super) fn fill_integers(view: &MatrixView<'_>, cols: usize, to: &mut [u8]) {
-    to.par_chunks_mut(cols).enumerate().for_each(|(row, to)| {
-        let (codes, padding) = to.split_at_mut(if row < view.rows { view.cols } else { 0 });
-        padding.fill(0);
-        if codes.is_empty() {
-            return;
-        }
-        nibbles(view, row, codes);
-        let group = group_cols(view);
-        for (index, codes) in codes.chunks_mut(group).enumerate() {
-            let zero = i16::from(view.zero_point(row, index * group));
-            let table: [u8; 16] = std::array::from_fn(|code| integer_code(code as i16 - zero));
-            codes.iter_mut().for_each(|code| *code = table[usize::from(*code)]);
-        }
-    });
 }
 
 /// Writes row `row` of a matrix that [`is_grouped`] as bf16: each element's value, rounded once. `codes` is memory for a row.
@@ -80,7 +49,7 @@ pub(super) fn fill_row(view: &MatrixView<'_>, row: usize, codes: &mut Vec<u8>, t
 }
 
 /// Columns that share a scale and a zero point.
-fn group_cols(view: &MatrixView<'_>) -> usize {
+pub(super) fn group_cols(view: &MatrixView<'_>) -> usize {
     match &view.scales {
         Scales::Groups(scales) => scales.cols,
         Scales::Mx { .. } => MX_COLS,
@@ -90,7 +59,7 @@ fn group_cols(view: &MatrixView<'_>) -> usize {
 }
 
 /// Writes the four bits of each element of row `row` to a byte of its own.
-fn nibbles(view: &MatrixView<'_>, row: usize, to: &mut [u8]) {
+pub(super) fn nibbles(view: &MatrixView<'_>, row: usize, to: &mut [u8]) {
     let first = row * view.row_stride;
     match view.packing {
         Packing::Strided if view.col_stride == 1 && first.is_multiple_of(2) => {
@@ -113,7 +82,7 @@ fn nibbles(view: &MatrixView<'_>, row: usize, to: &mut [u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
@@ -124,15 +93,8 @@ mod tests {
         (0..len).map(|i| ((i * 37 + i / 251 + seed * 11) % 251) as u8).collect()
     }
 
-    #[test]
-    fn integers_up_to_sixteen_have_exact_codes() {
-        for value in -16..=16 {
-            assert_eq!(fp8_e4m3(integer_code(value)), f32::from(value), "{value}");
-        }
-    }
-
     /// Calls `with` on INT4 matrices of each packing, with and without zero points, whose last group and word are not full.
-    fn integers(group: usize, with: impl Fn(&MatrixView<'_>)) {
+    pub(in super::super) fn integers(group: usize, with: impl Fn(&MatrixView<'_>)) {
         const ROWS: usize = 24;
         const COLS: usize = 200;
         let (data, zeros) = (bytes(ROWS * COLS / 2, 1), bytes(ROWS * COLS, 2));
@@ -198,27 +160,6 @@ mod tests {
     fn integers_of_any_packing_are_rounded_to_bf16_once() {
         for group in [32, 64, 100, 128, 256] {
             integers(group, compare);
-        }
-    }
-
-    #[test]
-    fn codes_and_scales_of_integers_multiply_to_their_values() {
-        for group in [128, 256] {
-            integers(group, |view| {
-                let cols = 256;
-                let mut codes = vec![0xaa; (view.rows + 8) * cols];
-                fill_integers(view, cols, &mut codes);
-                for (row, codes) in codes.chunks(cols).enumerate() {
-                    for (col, code) in codes.iter().enumerate() {
-                        if row < view.rows && col < view.cols {
-                            let value = fp8_e4m3(*code) * view.scale(row, col);
-                            assert_eq!(value, view.value(row, col), "{:?} ({row}, {col})", view.packing);
-                        } else {
-                            assert_eq!(*code, 0, "{:?} ({row}, {col})", view.packing);
-                        }
-                    }
-                }
-            });
         }
     }
 

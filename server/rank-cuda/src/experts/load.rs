@@ -140,9 +140,7 @@ impl<'a> Uploader<'a> {
                 buffer.load_bf16(self.pool, experts, index, weights)?;
                 Ok(Filled { block_scales: true, rounded: 0 })
             }
-            DeviceFormat::Fp8 | DeviceFormat::W8a8 | DeviceFormat::Mxfp4 => {
-                buffer.load_narrow(self.pool, experts, index, weights)
-            }
+            _ => buffer.load_narrow(self.pool, experts, index, weights),
         }
     }
 

@@ -1,15 +1,14 @@
-//! The upload buffer of one FP8 or MXFP4 expert: its codes and scales in the layout that the packing kernel reads.
+//! The upload buffer of one FP8, MXFP4 or INT4 expert: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes are copied unchanged, INT4's integers become e4m3 codes, and so does MXFP4 for products in FP8; padding rows and columns are
-//! zero. Scales of FP8 and INT4 become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a
-//! matrix.
+//! Codes are copied unchanged, but MXFP4 becomes e4m3 codes for products in FP8; padding rows and columns are zero. Scales of FP8 become
+//! one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
 
 use super::DeviceFormat;
-use super::grouped::fill_integers;
-use crate::format::FP8_COLS;
+use super::int4::{fill_groups, fill_nibbles};
+use crate::format::{FP8_COLS, INT4_COLS};
 use expertd_model::ExpertWeights;
 use expertd_model::{MatrixView, Scales, WeightFormat, mxfp4_as_fp8};
 
@@ -38,6 +37,8 @@ pub(super) struct ExpertLayout {
     codes: [usize; 3],
     /// Scales of gate, up and down.
     scales: [usize; 3],
+    /// Zero points of gate, up and down.
+    zeros: [usize; 3],
     /// Row scales: f32 `[2, inter]`, then `[hidden]`.
     row_scales: usize,
     /// Size of the whole layout.
@@ -56,8 +57,9 @@ impl ExpertLayout {
         let shapes = [[inter, hidden], [inter, hidden], [hidden, inter]];
         let codes = shapes.map(|[rows, cols]| take(rows * row_bytes(format, cols)));
         let scales = shapes.map(|[rows, cols]| take(rows * scale_bytes(format, cols)));
+        let zeros = shapes.map(|[rows, cols]| take(rows * zero_bytes(format, cols)));
         let row_scales = take((2 * inter + hidden) * 4);
-        ExpertLayout { format, hidden, inter, codes, scales, row_scales, bytes: end }
+        ExpertLayout { format, hidden, inter, codes, scales, zeros, row_scales, bytes: end }
     }
 
     /// Writes an expert to `to`, which has at least [`bytes`](Self::bytes) bytes.
@@ -66,7 +68,8 @@ impl ExpertLayout {
     /// The property of a matrix that the kernels do not support.
     pub(super) fn fill(&self, weights: &ExpertWeights<'_>, to: &mut [u8]) -> Result<Filled, String> {
         let (codes, rest) = to.split_at_mut(self.scales[0]);
-        let (scales, row_scales) = rest.split_at_mut(self.row_scales - self.scales[0]);
+        let (scales, rest) = rest.split_at_mut(self.zeros[0] - self.scales[0]);
+        let (zeros, row_scales) = rest.split_at_mut(self.row_scales - self.zeros[0]);
         let row_scales: &mut [f32] =
             bytemuck::cast_slice_mut(&mut row_scales[..(2 * self.inter + self.hidden) * 4]);
         let (inputs, outputs) = row_scales.split_at_mut(2 * self.inter);
@@ -87,6 +90,13 @@ impl ExpertLayout {
                 row_scales.fill(1.0);
                 filled.block_scales &= found.block_scales;
                 filled.rounded += found.rounded;
+                continue;
+            }
+            if matches!(self.format, DeviceFormat::Int4 | DeviceFormat::Int4Zeros) {
+                let zeros =
+                    &mut zeros[self.zeros[i] - self.zeros[0]..][..rows * zero_bytes(self.format, cols)];
+                fill_nibbles(view, cols, codes);
+                fill_groups(view, cols / INT4_COLS, bytemuck::cast_slice_mut(scales), zeros, row_scales);
                 continue;
             }
             fill_codes(view, cols, codes, self.format);
@@ -121,6 +131,8 @@ impl ExpertLayout {
             second: at(self.codes[1]),
             first_scales: at(self.scales[0]),
             second_scales: at(self.scales[1]),
+            first_zeros: at(self.zeros[0]),
+            second_zeros: at(self.zeros[1]),
             row_scales_in: at(self.row_scales),
             kind: PACK_GATE_UP,
             ..common
@@ -128,6 +140,7 @@ impl ExpertLayout {
         let down = PackNarrowParams {
             first: at(self.codes[2]),
             first_scales: at(self.scales[2]),
+            first_zeros: at(self.zeros[2]),
             row_scales_in: at(self.row_scales + 2 * self.inter * 4),
             kind: PACK_DOWN,
             ..common
@@ -138,12 +151,24 @@ impl ExpertLayout {
 
 /// Size of a row of codes, in bytes.
 fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
-    if format == DeviceFormat::Mxfp4 { cols / 2 } else { cols }
+    match format {
+        DeviceFormat::Mxfp4 | DeviceFormat::Int4 | DeviceFormat::Int4Zeros => cols / 2,
+        _ => cols,
+    }
 }
 
 /// Size of a row's scales, in bytes.
 fn scale_bytes(format: DeviceFormat, cols: usize) -> usize {
-    if format == DeviceFormat::Mxfp4 { cols / MX_COLS } else { cols.div_ceil(FP8_COLS) * 4 }
+    match format {
+        DeviceFormat::Mxfp4 => cols / MX_COLS,
+        DeviceFormat::Int4 | DeviceFormat::Int4Zeros => cols / INT4_COLS * 2,
+        _ => cols.div_ceil(FP8_COLS) * 4,
+    }
+}
+
+/// Size of a row's zero points, in bytes.
+fn zero_bytes(format: DeviceFormat, cols: usize) -> usize {
+    if format == DeviceFormat::Int4Zeros { cols / INT4_COLS } else { 0 }
 }
 
 /// Checks whether a matrix fits the format, which [`Stored::on_device`](crate::Stored::on_device) chose for all matrices of the experts.
@@ -160,10 +185,10 @@ fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
                  multiple of {FP8_COLS} columns wide or span the matrix"
             ))
         }
-        Scales::Groups(groups) if groups.cols < view.cols && !groups.cols.is_multiple_of(FP8_COLS) => {
+        Scales::Groups(groups) if groups.cols < view.cols && !groups.cols.is_multiple_of(INT4_COLS) => {
             Err(format!(
                 "INT4 scales for groups of {} columns cannot be packed as {format:?}: expected groups that are a multiple of \
-                 {FP8_COLS} columns wide or span the matrix",
+                 {INT4_COLS} columns wide or span the matrix",
                 groups.cols
             ))
         }
@@ -173,9 +198,6 @@ fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
 
 /// Writes rows of `cols` codes; those outside the matrix are zero.
 fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], format: DeviceFormat) {
-    if view.format == WeightFormat::Int4 {
-        return fill_integers(view, cols, to);
-    }
     let bytes = row_bytes(format, cols);
     to.par_chunks_mut(bytes).enumerate().for_each(|(row, to)| {
         to.fill(0);
@@ -207,12 +229,11 @@ fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
     }
 }
 
-/// Whether a scale spans all columns of the FP8 or INT4 matrix.
+/// Whether a scale spans all columns of the FP8 matrix.
 fn is_scaled_by_row(view: &MatrixView<'_>) -> bool {
     match &view.scales {
         Scales::Block { block_cols, .. } => *block_cols >= view.cols,
-        Scales::Groups(groups) => groups.cols >= view.cols,
-        Scales::None | Scales::Mx { .. } => true,
+        Scales::None | Scales::Mx { .. } | Scales::Groups(_) => true,
     }
 }
 

@@ -8,18 +8,21 @@ use rand::{RngExt as _, SeedableRng as _};
 use super::{CudaExperts, DeviceFormat, PackOn, Uploader, WeightSpace};
 use expertd_model::{
     ExpertBiases, ExpertWeights, GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat,
+    ZeroPoints,
 };
 
 const EXPERTS: usize = 3;
 
 /// Columns of a group of INT4 scales.
-const GROUP: usize = 128;
+const GROUP: usize = 32;
 
 /// Random codes and scales of one matrix.
 pub(super) struct Stored {
     data: Vec<u8>,
     scales: Vec<f32>,
     exponents: Vec<u8>,
+    /// Zero points of INT4, if it has them.
+    pub(super) zeros: Option<Vec<u8>>,
     rows: usize,
     cols: usize,
 }
@@ -27,10 +30,18 @@ pub(super) struct Stored {
 impl Stored {
     pub(super) fn draw(format: WeightFormat, rows: usize, cols: usize, random: &mut SmallRng) -> Self {
         let data = (0..(rows * cols * format.bits()).div_ceil(8)).map(|_| random.random()).collect();
-        let scales = (0..rows * cols.div_ceil(GROUP)).map(|_| random.random_range(0.1..2.0)).collect();
+        // f16 holds them.
+        let scale = |_| half::f16::from_f32(random.random_range(0.1..2.0)).to_f32();
+        let scales = (0..rows * cols.div_ceil(GROUP)).map(scale).collect();
         // Some exponents are NaN, and some exceed what bf16 multipliers hold.
         let exponents = (0..rows * cols.div_ceil(32)).map(|_| random.random()).collect();
-        Stored { data, scales, exponents, rows, cols }
+        Stored { data, scales, exponents, zeros: None, rows, cols }
+    }
+
+    /// Adds random zero points.
+    pub(super) fn add_zeros(&mut self, random: &mut SmallRng) {
+        self.zeros =
+            Some((0..(self.rows * self.cols.div_ceil(GROUP)).div_ceil(2)).map(|_| random.random()).collect());
     }
 
     /// Replaces FP8 codes that are NaN, and exponents by those whose values f32 holds.
@@ -56,7 +67,13 @@ impl Stored {
                 row_stride: cols.div_ceil(GROUP),
                 group_stride: 1,
                 factor: 1.0,
-                zeros: None,
+                zeros: self.zeros.as_deref().map(|data| ZeroPoints {
+                    data,
+                    packing: Packing::Strided,
+                    row_stride: cols.div_ceil(GROUP),
+                    group_stride: 1,
+                    bias: 0,
+                }),
             }),
             _ => Scales::None,
         };
@@ -84,7 +101,8 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Fp8E4m3, DeviceFormat::W8a8),
         (WeightFormat::Mxfp4, DeviceFormat::Mxfp4),
         (WeightFormat::Mxfp4, DeviceFormat::W8a8),
-        (WeightFormat::Int4, DeviceFormat::Fp8),
+        (WeightFormat::Int4, DeviceFormat::Int4),
+        (WeightFormat::Int4, DeviceFormat::Int4Zeros),
         (WeightFormat::Int4, DeviceFormat::Bf16),
         (WeightFormat::Mxfp8, DeviceFormat::Bf16),
         (WeightFormat::Mxfp4, DeviceFormat::Bf16),
@@ -95,8 +113,13 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
             let mut random = SmallRng::seed_from_u64(7);
             let experts: Vec<[Stored; 3]> = (0..EXPERTS)
                 .map(|_| {
-                    [(inter, hidden), (inter, hidden), (hidden, inter)]
-                        .map(|(rows, cols)| Stored::draw(stored, rows, cols, &mut random))
+                    [(inter, hidden), (inter, hidden), (hidden, inter)].map(|(rows, cols)| {
+                        let mut drawn = Stored::draw(stored, rows, cols, &mut random);
+                        if format == DeviceFormat::Int4Zeros {
+                            drawn.add_zeros(&mut random);
+                        }
+                        drawn
+                    })
                 })
                 .collect();
             let bias = vec![0.5; hidden.max(inter)];

@@ -5,7 +5,7 @@
 use expertd_kernels::experts::{
     PACK_DOWN, PACK_GATE_UP, PANEL, PackParams, UNIT_ROWS, pack_host, pack_narrow_host,
 };
-use half::bf16;
+use half::{bf16, f16};
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
@@ -69,6 +69,27 @@ fn mxfp4_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
     halves(bits, 0).map(|value| value * multiplier)
 }
 
+/// The same for INT4 (`Int4Of::integers`, `Int4Of::group_scale`); `zero` finds the zero point of a unit, a row of its lane's two and a group.
+fn int4_pair_of(unit: &[u8], [lane, step, pair]: [usize; 3], zero: impl Fn(usize, usize) -> u8) -> [f64; 2] {
+    let bits =
+        word(unit, step / 4 * 512 + lane * 16 + step % 4 * 4) >> (4 * pair) & 0x000F_000F | 0x4300_4300;
+    let (row, group) = (pair % 2, step / 2);
+    let scale = f16::from_bits(
+        word(unit, 1024 + (lane / 4 * 2 + row) * 8 + group / 2 * 4).rotate_right(group as u32 % 2 * 16)
+            as u16,
+    );
+    halves(bits, 0).map(|value| (value - 128.0 - f64::from(zero(row, group))) * scale.to_f64())
+}
+
+fn int4_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
+    int4_pair_of(unit, [lane, step, pair], |_, _| 8)
+}
+
+fn int4_zeros_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
+    let zero = |row: usize, group: usize| unit[1152 + lane / 4 * 4 + group] >> (4 * row) & 15;
+    int4_pair_of(unit, [lane, step, pair], zero)
+}
+
 /// The two elements that a lane holds in a pair of a step.
 type PairOf = fn(&[u8], usize, usize, usize) -> [f64; 2];
 
@@ -78,6 +99,9 @@ fn check_drawn(stored: WeightFormat, format: DeviceFormat, pair_of: PairOf) {
     let [gate, up, down] = [(INTER, HIDDEN), (INTER, HIDDEN), (HIDDEN, INTER)].map(|(rows, cols)| {
         let mut drawn = Stored::draw(stored, rows, cols, &mut random);
         drawn.leave_out_nan();
+        if format == DeviceFormat::Int4Zeros {
+            drawn.add_zeros(&mut random);
+        }
         drawn
     });
     let weights =
@@ -87,7 +111,7 @@ fn check_drawn(stored: WeightFormat, format: DeviceFormat, pair_of: PairOf) {
 
 /// Packs an expert and compares every element with its value in the checkpoint.
 fn check(weights: &ExpertWeights<'_>, format: DeviceFormat, pair_of: PairOf) {
-    let (hidden, inter) = (weights.gate.cols, weights.gate.rows);
+    let (hidden, inter) = (padded(weights.gate.cols), padded(weights.gate.rows));
     let layout = ExpertLayout::new(format, hidden, inter);
     let mut staged = vec![0_u64; layout.bytes.div_ceil(8)];
     layout.fill(weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
@@ -117,7 +141,8 @@ fn check(weights: &ExpertWeights<'_>, format: DeviceFormat, pair_of: PairOf) {
                 let factor = factors[feature + if which == 0 && row >= 8 { inter } else { 0 }];
                 for (half, found) in pair_of(unit, lane, step, pair).into_iter().enumerate() {
                     let col = col + half;
-                    let expected = if col < cols { f64::from(view.value(feature, col)) } else { 0.0 };
+                    let inside = feature < view.rows && col < view.cols;
+                    let expected = if inside { f64::from(view.value(feature, col)) } else { 0.0 };
                     let found = found * f64::from(factor);
                     assert_eq!(found as f32, expected as f32, "{} {which} ({feature}, {col})", view.format);
                 }
@@ -129,16 +154,24 @@ fn check(weights: &ExpertWeights<'_>, format: DeviceFormat, pair_of: PairOf) {
 #[test]
 fn lanes_find_every_element_where_the_host_packed_it() {
     check_drawn(WeightFormat::Fp8E4m3, DeviceFormat::Fp8, fp8_pair);
-    check_drawn(WeightFormat::Int4, DeviceFormat::Fp8, fp8_pair);
+    check_drawn(WeightFormat::Int4, DeviceFormat::Int4, int4_pair);
+    check_drawn(WeightFormat::Int4, DeviceFormat::Int4Zeros, int4_zeros_pair);
     check_drawn(WeightFormat::Mxfp4, DeviceFormat::Mxfp4, mxfp4_pair);
 }
 
 #[test]
 fn experts_of_checkpoints_get_their_device_format_and_arrive() {
-    use DeviceFormat::{Bf16, Fp8};
+    use DeviceFormat::{Bf16, Int4Zeros};
     use SynthFormat::{Int4, Int4Awq, Int4Gptq, Mxfp8, Nvfp4};
-    // The groups of GPTQ and AWQ have 128 columns, those of the others 32 or 16.
-    for (format, expected) in [(Int4Gptq, Fp8), (Int4Awq, Fp8), (Int4, Bf16), (Mxfp8, Bf16), (Nvfp4, Bf16)] {
+    // The groups of GPTQ and AWQ have 128 columns and zero points, those of compressed-tensors 32.
+    let cases = [
+        (Int4Gptq, Int4Zeros, Some(int4_zeros_pair as PairOf)),
+        (Int4Awq, Int4Zeros, Some(int4_zeros_pair)),
+        (Int4, DeviceFormat::Int4, Some(int4_pair)),
+        (Mxfp8, Bf16, None),
+        (Nvfp4, Bf16, None),
+    ];
+    for (format, expected, pair_of) in cases {
         let dir = tempfile::tempdir().unwrap();
         let config = SynthConfig { format, hidden: 256, width: 128, ..SynthConfig::new("qwen3_moe") };
         synth::write(&config, dir.path()).unwrap();
@@ -150,8 +183,8 @@ fn experts_of_checkpoints_get_their_device_format_and_arrive() {
         let tensors = checkpoint.expert(layer, ExpertId(1)).unwrap();
         let (gate, up, down) = (tensors.gate, tensors.up, tensors.down);
         let weights = ExpertWeights { gate, up, down, biases: None };
-        if expected == Fp8 {
-            check(&weights, Fp8, fp8_pair);
+        if let Some(pair_of) = pair_of {
+            check(&weights, expected, pair_of);
             continue;
         }
         for view in [&weights.gate, &weights.up, &weights.down] {
@@ -160,6 +193,36 @@ fn experts_of_checkpoints_get_their_device_format_and_arrive() {
                 fill_row(view, row, &mut codes, &mut to);
                 let values = (0..view.cols).map(|col| bf16::from_f32(view.value(row, col)).to_bits());
                 assert!(values.eq(to.iter().copied()), "{format:?} row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn int4_experts_of_libraries_arrive() {
+    use DeviceFormat::{Int4, Int4Zeros};
+    let cases = [
+        ("deepseek_v3-int4", Int4),
+        ("qwen2_moe-int4-awq", Int4Zeros),
+        ("qwen3_moe-int4-gptq", Int4Zeros),
+        ("qwen3_moe-int4-asymmetric-library", Int4Zeros),
+        ("qwen3_moe-int4-channel-library", Int4Zeros),
+    ];
+    for (name, expected) in cases {
+        let checkpoint =
+            Checkpoint::open(&expertd_test_fixtures::fixture(&format!("quantised/{name}"))).unwrap();
+        let pair_of = if expected == Int4 { int4_pair } else { int4_zeros_pair };
+        for (layer, moe) in checkpoint.spec().moe_layers() {
+            let stored = crate::Stored::routed(&moe.experts);
+            assert_eq!(stored.on_device(Fp8Products::OF_BOTH), expected, "{name}");
+            if let Some(shared) = moe.shared.as_ref().map(crate::Stored::shared) {
+                let all = if shared.format == WeightFormat::Int4 { expected } else { DeviceFormat::Bf16 };
+                assert_eq!(shared.on_device(Fp8Products::OF_BOTH), all, "{name}");
+            }
+            for expert in 0..moe.experts.count as u32 {
+                let ExpertTensors { gate, up, down, .. } =
+                    checkpoint.expert(layer, ExpertId(expert)).unwrap();
+                check(&ExpertWeights { gate, up, down, biases: None }, expected, pair_of);
             }
         }
     }
@@ -298,8 +361,7 @@ fn experts_without_a_layout_of_their_own_arrive_in_bf16_panels() {
     }
     let fp8 = Fp8Products::OF_FP8;
     assert_eq!(bf16_experts_of("deepseek_v3-nvfp4", fp8), [true, true]);
-    assert_eq!(bf16_experts_of("qwen2_moe-int4-awq", fp8), [true, true]);
-    for name in ["int4-gptq", "int4-asymmetric-library", "mxfp8-library", "nvfp4-library"] {
+    for name in ["mxfp8-library", "nvfp4-library"] {
         assert_eq!(bf16_experts_of(&format!("qwen3_moe-{name}"), fp8), [true, false], "{name}");
     }
 }

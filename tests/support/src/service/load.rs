@@ -62,6 +62,11 @@ impl Rows {
         self.draw_of(layer, count)
     }
 
+    /// Panics unless the answer is right.
+    pub fn check(&self, response: &ForwardResponse, wanted: &[f32], request: &ForwardRequest) {
+        check_within(self.tolerance, response, wanted, request);
+    }
+
     /// The layers that were recorded.
     pub fn layers(&self) -> &[u32] {
         &self.layers

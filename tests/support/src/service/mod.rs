@@ -66,6 +66,16 @@ pub fn test_gpus() -> Option<Vec<u32>> {
     Some(list.split(',').map(|gpu| gpu.parse().expect("EXPERTD_TEST_GPUS lists numbers of GPUs")).collect())
 }
 
+/// The part of `all` that this process tests: `EXPERTD_TEST_PART`, such as `2/4` for the second quarter, otherwise all of them.
+pub fn part<T>(all: Vec<T>) -> Vec<T> {
+    let Ok(part) = std::env::var("EXPERTD_TEST_PART") else { return all };
+    let (number, of) = part.split_once('/').expect("EXPERTD_TEST_PART is like 2/4");
+    let [number, of] = [number, of].map(|text| text.parse::<usize>().expect("EXPERTD_TEST_PART is like 2/4"));
+    assert!((1..=of).contains(&number), "EXPERTD_TEST_PART is {part}");
+    let [first, end] = [number - 1, number].map(|parts| all.len() * parts / of);
+    all.into_iter().take(end).skip(first).collect()
+}
+
 /// The flags with which `ranks` ranks use the GPUs of [`test_gpus`] in turn.
 fn gpu_flags(ranks: u32) -> Vec<String> {
     let Some(gpus) = test_gpus() else { return Vec::new() };

@@ -44,7 +44,14 @@ fn compare(layout: &ExpertLayout, staged: &[u8], which: usize, view: &MatrixView
     for row in 0..rows {
         for col in 0..cols {
             let at = row * cols + col;
-            let value = if layout.format == DeviceFormat::Mxfp4 {
+            let value = if matches!(layout.format, DeviceFormat::Int4 | DeviceFormat::Int4Zeros) {
+                let code = staged[layout.codes[which] + at / 2] >> (at % 2 * 4) & 15;
+                let group = row * (cols / 32) + col / 32;
+                let scale = &staged[layout.scales[which] + group * 2..][..2];
+                let zero =
+                    if layout.format == DeviceFormat::Int4 { 8 } else { staged[layout.zeros[which] + group] };
+                (f64::from(code) - f64::from(zero)) * half::f16::from_le_bytes([scale[0], scale[1]]).to_f64()
+            } else if layout.format == DeviceFormat::Mxfp4 {
                 let code = staged[layout.codes[which] + at / 2] >> (at % 2 * 4) & 15;
                 let exponent = staged[layout.scales[which] + row * (cols / 32) + col / 32];
                 [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)]
@@ -120,28 +127,37 @@ fn int4<'a>(
 }
 
 #[test]
-fn int4_with_groups_of_128_columns_arrives() {
+fn int4_arrives() {
     let data = bytes(INTER * HIDDEN / 2, 7);
     let zeros = bytes(INTER * HIDDEN / 2, 8);
     let scales: Vec<u8> =
-        (0..HIDDEN * 2).flat_map(|i| half::bf16::from_f32(0.02 + i as f32 * 0.001).to_le_bytes()).collect();
-    for (group, zeros) in [(128, None), (128, Some(&zeros[..])), (256, Some(&zeros)), (HIDDEN, None)] {
+        (0..HIDDEN * 7).flat_map(|i| half::bf16::from_f32(0.02 + i as f32 * 0.001).to_le_bytes()).collect();
+    let cases = [
+        (32, None),
+        (96, Some(&zeros[..])),
+        (128, None),
+        (128, Some(&zeros)),
+        (256, Some(&zeros)),
+        (HIDDEN, None),
+    ];
+    for (group, zeros) in cases {
         let gate = int4([INTER, HIDDEN], &data, &scales, group, zeros);
         let down = int4([HIDDEN, INTER], &data, &scales, group, zeros);
         for view in [&gate, &down] {
             view.check().unwrap();
         }
-        let layout = ExpertLayout::new(DeviceFormat::Fp8, PADDED[0], PADDED[1]);
+        let format = if zeros.is_some() { DeviceFormat::Int4Zeros } else { DeviceFormat::Int4 };
+        let layout = ExpertLayout::new(format, PADDED[0], PADDED[1]);
         let mut staged = vec![0xaa; layout.bytes];
         layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap();
         for (which, view) in [&gate, &gate, &down].into_iter().enumerate() {
             compare(&layout, &staged, which, view);
         }
     }
-    // Such weights are never multiplied in FP8, and narrow groups have no FP8 multipliers.
+    // Such weights are never multiplied in FP8, and groups are whole multiples of the device's.
     let (gate, down) =
-        (int4([INTER, HIDDEN], &data, &scales, 128, None), int4([HIDDEN, INTER], &data, &scales, 32, None));
-    for (format, part) in [(DeviceFormat::W8a8, "int4"), (DeviceFormat::Fp8, "groups of 32 columns")] {
+        (int4([INTER, HIDDEN], &data, &scales, 128, None), int4([HIDDEN, INTER], &data, &scales, 48, None));
+    for (format, part) in [(DeviceFormat::W8a8, "int4"), (DeviceFormat::Int4, "groups of 48 columns")] {
         let layout = ExpertLayout::new(format, PADDED[0], PADDED[1]);
         let mut staged = vec![0; layout.bytes];
         let error = layout.fill(&expert(&gate, &gate, &down), &mut staged).unwrap_err();
