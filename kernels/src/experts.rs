@@ -244,9 +244,6 @@ pub fn setup() -> Result<(), LaunchError> {
 
 /// Launches the whole expert MLP.
 ///
-/// # Errors
-/// If sizes are invalid or CUDA refuses the launch.
-///
 /// # Safety
 /// Addresses must be valid as documented until the launch, or the last replay of its graph, has ended.
 pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), LaunchError> {
@@ -255,9 +252,6 @@ pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), La
 }
 
 /// Launches the conversion of row-major weights to panels.
-///
-/// # Errors
-/// If sizes are invalid or CUDA refuses the launch.
 ///
 /// # Safety
 /// Addresses must be valid as documented until the launch has ended.
@@ -276,9 +270,6 @@ pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 
 }
 
 /// Launches the conversion of an FP8, MXFP4 or INT4 matrix to units.
-///
-/// # Errors
-/// If sizes are invalid or CUDA refuses the launch.
 ///
 /// # Safety
 /// Addresses must be valid as documented until the launch has ended.

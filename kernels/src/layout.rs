@@ -19,24 +19,16 @@ pub struct Shape {
 
 /// A size that the kernels do not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum ShapeError {
-    /// The number of ranks is out of range.
     #[error("the number of ranks is {0}, expected 1 to {MAX_RANKS}")]
     Ranks(u32),
-    /// The row length is not a multiple of eight.
     #[error("the hidden size is {0}, expected a positive multiple of 8 (16 bytes of bf16)")]
     Hidden(u32),
-    /// The number of experts per token is out of range.
     #[error(
         "top_k is {top_k}, expected 1 to {MAX_TOP_K} and at most the number of experts, which is {experts}"
     )]
-    TopK {
-        /// Experts per token.
-        top_k: u32,
-        /// Number of routed experts.
-        experts: u32,
-    },
-    /// The number of rows per rank is out of range.
+    TopK { top_k: u32, experts: u32 },
     #[error(
         "max_tokens_per_rank is {0}, expected at least 1 and so few that ranks x max_tokens_per_rank x top_k and the \
          pieces of all rows fit 31 bits"

@@ -74,9 +74,6 @@ pub struct SlotBuffers {
 
 impl SlotBuffers {
     /// Allocates all buffers for `shape`; the sequence starts at 1.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
     pub fn new(device: &Device, shape: &Shape) -> Result<SlotBuffers, DeviceError> {
         let tokens = shape.max_tokens as usize;
         let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);

@@ -37,23 +37,16 @@ const REPEATS: usize = 7;
 /// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum CeilingError {
-    /// The driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A launch was refused.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// A GPU has no peer access to another.
     #[error(
         "GPU {from} cannot access the memory of GPU {to}; all measured GPUs need peer access to the next one"
     )]
-    NoPeerAccess {
-        /// The source GPU.
-        from: u32,
-        /// The destination GPU.
-        to: u32,
-    },
+    NoPeerAccess { from: u32, to: u32 },
 }
 
 /// One measured GPU.

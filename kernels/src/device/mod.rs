@@ -17,18 +17,12 @@ pub use stream::{Graph, Stream};
 /// Errors of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum DeviceError {
-    /// The machine has no driver.
     #[error("the CUDA driver (libcuda.so.1) was not found: install NVIDIA's driver, or use --device cpu")]
     NoDriver,
-    /// A driver call failed.
     #[error("{call} failed: {error:?}")]
-    Driver {
-        /// Name of the call.
-        call: &'static str,
-        /// The driver's error.
-        error: result::DriverError,
-    },
+    Driver { call: &'static str, error: result::DriverError },
 }
 
 pub(crate) fn check<T>(

@@ -31,31 +31,19 @@ impl Phase {
 
 /// A fault that the device reports in its error word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum DeviceFault {
-    /// A peer's flag was not set before the deadline.
     #[error("rank {peer} did not answer in time in phase {phase:?}; {OTHER_PROCESSES}")]
-    Timeout {
-        /// The rank that was waited for.
-        peer: u32,
-        /// The phase that waited.
-        phase: Phase,
-    },
-    /// A count or id is out of range.
+    Timeout { peer: u32, phase: Phase },
     #[error("{} sent a count or id that is out of range (phase {phase:?})", origin(*peer))]
     BadCount {
         /// Rank of origin; 0xff means the host's request, 0xfe its segments or ids.
         peer: u32,
-        /// The phase that found it.
         phase: Phase,
     },
     /// A peer's flag shows a later exchange of this generation: ranks do not run the same steps.
     #[error("rank {peer} is at a later exchange in phase {phase:?}; ranks do not run the same steps")]
-    Ahead {
-        /// The rank that was waited for.
-        peer: u32,
-        /// The phase that waited.
-        phase: Phase,
-    },
+    Ahead { peer: u32, phase: Phase },
     /// A block of the experts' kernel waited too long for the others.
     #[error(
         "a block of the experts' kernel waited too long for the other blocks, which must all run at once; {OTHER_PROCESSES}"
@@ -64,7 +52,6 @@ pub enum DeviceFault {
     /// The step has more assignments than the experts' workspace holds.
     #[error("the experts' workspace is too small for this step's assignments")]
     Workspace,
-    /// The error word has an unknown code.
     #[error("unknown device fault {0:#010x}")]
     Unknown(u32),
 }

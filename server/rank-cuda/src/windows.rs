@@ -17,11 +17,10 @@ pub const ID_BYTES: usize = nccl_sys::sys::UNIQUE_ID_BYTES;
 
 /// Why windows could not be made.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum LsaError {
-    /// The CUDA driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// NCCL failed.
     #[error(transparent)]
     Nccl(#[from] nccl_sys::Error),
 }
@@ -45,9 +44,6 @@ pub struct LsaWindows {
 
 impl LsaWindows {
     /// Makes the windows of a group of one rank.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
     pub fn alone(device: &Device, shape: &Shape, slots: u32) -> Result<Self, LsaError> {
         let (_, region_bytes) = WindowLayout::new(shape);
         let bytes = usize::try_from(region_bytes).unwrap_or(usize::MAX).saturating_mul(slots as usize);

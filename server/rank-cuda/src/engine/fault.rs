@@ -7,17 +7,14 @@ use expertd_rank::StepFault;
 
 /// Why the engine of a GPU rank fails.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub(super) enum CudaFault {
-    /// The CUDA driver failed.
     #[error(transparent)]
     Driver(#[from] DeviceError),
-    /// A kernel could not be launched.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// A kernel stored a fault in the error word.
     #[error(transparent)]
     Kernel(#[from] DeviceFault),
-    /// The GPU stopped working, or stopped making progress.
     #[error("{0}")]
     Stuck(String),
 }

@@ -9,56 +9,28 @@ use crate::experts::UploadError;
 
 /// Why a rank's weights could not be packed or mapped.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub(crate) enum WeightsError {
-    /// The checkpoint cannot be read.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// An expert could not be uploaded.
     #[error("layer {layer}: {source}")]
-    Upload {
-        /// The layer of the expert.
-        layer: LayerId,
-        /// The cause.
-        source: UploadError,
-    },
-    /// The CUDA driver failed.
+    Upload { layer: LayerId, source: UploadError },
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The index cannot be written or mapped.
     #[error(transparent)]
     Memory(#[from] SealedError),
-    /// The GPU cannot be used.
     #[error("{0}")]
     Gpu(String),
-    /// Threads cannot be started.
     #[error("cannot start the threads that load weights: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
-    /// The device has too little memory.
     #[error(
         "GPU {gpu} has {} MiB free of {} MiB, and this rank's weights and a reserve{} need {} MiB; use more {}", .free >> 20,
         .total >> 20, if *.gpu_ranks == 1 { String::new() } else { format!(" for each of {gpu_ranks} ranks on it") },
         .needed >> 20, if *.gpu_ranks == 1 { "ranks" } else { "GPUs" }
     )]
-    Room {
-        /// The GPU.
-        gpu: u32,
-        /// Number of ranks on the GPU.
-        gpu_ranks: u32,
-        /// Free bytes.
-        free: u64,
-        /// All bytes.
-        total: u64,
-        /// Needed bytes.
-        needed: u64,
-    },
-    /// The index or the memory is of something else.
+    Room { gpu: u32, gpu_ranks: u32, free: u64, total: u64, needed: u64 },
     #[error("packed weights: expected {expected}, found {found}")]
-    Contents {
-        /// What was expected.
-        expected: String,
-        /// What was found.
-        found: String,
-    },
+    Contents { expected: String, found: String },
 }
 
 impl WeightsError {

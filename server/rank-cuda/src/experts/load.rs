@@ -19,17 +19,14 @@ use expertd_model::{MatrixView, WeightFormat};
 
 /// Why an expert could not be uploaded.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum UploadError {
-    /// The CUDA driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A kernel could not be launched.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The copy to the device failed.
     #[error("copying weights to the device failed: {0}")]
     Copy(String),
-    /// The matrices do not fit the device format of their layer.
     #[error("device cuda: {0}")]
     Unsupported(String),
 }

@@ -66,9 +66,6 @@ pub struct Panels {
 
 impl Panels {
     /// Allocates `elements` zeros.
-    ///
-    /// # Errors
-    /// If there is not enough device memory.
     pub fn new(device: &Device, elements: usize) -> Result<Self, DeviceError> {
         let memory = Buffer::zeroed(device, elements + PANEL_ALIGNMENT as usize / 2)?;
         let address = memory.address().next_multiple_of(PANEL_ALIGNMENT);
