@@ -186,8 +186,8 @@ pub struct Output {
     /// Process id; the memory (RssAnon + RssShmem) of this process and its children is sampled during the load
     #[arg(long, value_name = "PID")]
     pub watch_memory: Option<u32>,
-    /// Fail if the mean memory of a watched process grows by more than this share from the last minute but one to the last (in loads
-    /// shorter than three minutes: from the second third to the last)
+    /// Fail if the mean memory of a watched process grows by more than this share from the second-last minute to the last (in
+    /// loads shorter than three minutes: from the second third to the last)
     #[arg(long, value_name = "SHARE", requires = "watch_memory", value_parser = not_negative)]
     pub max_memory_growth: Option<f64>,
     /// Fail if the watched process, without its children, has more memory at any time

@@ -31,7 +31,7 @@ const RETRY_TIME: Duration = Duration::from_secs(20);
 pub struct Sample {
     /// The request.
     pub request: ForwardRequest,
-    /// Its answer.
+    /// The answer to the request.
     pub response: ForwardResponse,
 }
 

@@ -102,7 +102,7 @@ pub fn open_all(args: &Args, workload: &Workload) -> Result<Vec<CudaWorker>, Err
     Ok(workers)
 }
 
-/// Prepares calls of all layers in the workload's dtype and in that of recorded rows.
+/// Prepares calls of all layers, in the workload's dtype and in the dtype of recorded rows.
 fn prepare(
     session: &CudaSession,
     workload: &Workload,
@@ -185,7 +185,7 @@ impl CudaWorker {
         memory.write(token_ids as usize, &request.token_ids)
     }
 
-    /// Makes a call, and takes its time before the output is copied to the host.
+    /// Makes a call. The measured time ends before the output is copied to the host.
     fn exchange(&self, job: &mut Job) -> Result<Outcome, SessionError> {
         let request = &job.planned.request;
         let dtype = u32::try_from(request.dtype).ok().and_then(DType::from_code);

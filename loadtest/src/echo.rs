@@ -188,7 +188,7 @@ enum Callee {
     ColdEcho,
 }
 
-/// Measures all three; `None` if one of them answered no call. `traffic` generates the echo's memory traffic.
+/// Measures echo, service and cold echo; `None` if one of them answered no call. `traffic` generates the echo's memory traffic.
 pub async fn one_outstanding(
     workload: &Arc<Workload>,
     mut service: Client,

@@ -45,9 +45,9 @@ pub enum Outcome {
     Answer(Box<ForwardResponse>),
     /// The call ended with a status.
     Status {
-        /// Its code.
+        /// Code of the status.
         code: Code,
-        /// Its message.
+        /// Message of the status.
         message: String,
         /// Delay before a retry, if the service stated one.
         retry_after: Option<Duration>,
@@ -79,7 +79,7 @@ fn retryable(code: Code) -> bool {
 pub struct ProgressCounters {
     /// Number of requests answered.
     pub answered: AtomicU64,
-    /// Number of rows in them.
+    /// Number of rows in these answers.
     pub tokens: AtomicU64,
     /// Number of requests with another outcome.
     pub failed: AtomicU64,

@@ -1,5 +1,4 @@
-//! Memory traffic like that of a step, which leaves the caches as cold for the echo as streaming weights leaves them
-//! for the service.
+//! Memory traffic for the echo: it leaves the caches as cold as a step that streams weights leaves them for the service.
 
 use std::hint::black_box;
 use std::sync::Arc;

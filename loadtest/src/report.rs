@@ -81,7 +81,7 @@ impl Settings {
 pub struct StatusCount {
     /// Number of calls.
     pub count: u64,
-    /// The message of one of them.
+    /// The message of one answer with this status.
     pub example: String,
     /// Whether load or a fault explains the status; any other status fails the run.
     pub explained: bool,
@@ -159,7 +159,7 @@ pub struct Report {
     pub elapsed_seconds: f64,
     /// Number of measured requests that were answered.
     pub requests: u64,
-    /// Number of rows in them.
+    /// Number of rows in these answers.
     pub tokens: u64,
     /// Answered requests per second of elapsed time.
     pub requests_per_second: f64,

@@ -133,9 +133,9 @@ pub struct Stats {
     pub step_tokens: (u64, u64),
     /// Number of measured requests that were answered.
     pub answered: u64,
-    /// Number of rows in them.
+    /// Number of rows in these answers.
     pub tokens: u64,
-    /// Bytes of rows sent and received in them.
+    /// Bytes of rows sent and received for these answers.
     pub row_bytes: u64,
     /// Number of all answers, warm-up included.
     pub answered_all: u64,

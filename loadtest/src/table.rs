@@ -17,8 +17,8 @@ pub fn table(report: &Report) -> String {
 fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     let Report { settings, checks, cpu, .. } = report;
     let open = settings.rate_per_second.map(|rate| format!("open loop, {rate} requests/s (Poisson)"));
-    let each = if settings.mode == "stream" { " x {} streams" } else { "" };
-    let each = each.replace("{}", &settings.streams.to_string());
+    let each = (settings.mode == "stream").then(|| format!(" × {}", count(settings.streams, "stream")));
+    let each = each.unwrap_or_default();
     let closed = format!("closed loop, {} outstanding on each", settings.outstanding);
     writeln!(
         out,
@@ -27,14 +27,16 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     )?;
     writeln!(
         out,
-        "{}: {} {}{each}; {}; {} tokens of {}; {} layers; routing {}; seed {}",
+        "{}: {}{each}; {}; {} tokens of {}; {}; routing {}; seed {}",
         settings.mode,
-        settings.connections,
-        settings.session.map_or("connections".to_owned(), |kind| format!("{kind} sessions")),
+        count(
+            settings.connections,
+            &settings.session.map_or("connection".to_owned(), |kind| format!("{kind} session"))
+        ),
         open.unwrap_or(closed),
         settings.tokens,
         settings.dtype,
-        settings.layers.len(),
+        count(settings.layers.len(), "layer"),
         settings.routing,
         settings.seed
     )?;
@@ -51,9 +53,9 @@ fn write(out: &mut String, report: &Report) -> std::fmt::Result {
     if let Some(decode) = &report.decode {
         writeln!(
             out,
-            "decode       {:.1} model steps/s through {} layers   {:.0} tokens/s of all sequences{}",
+            "decode       {:.1} model steps/s through {}   {:.0} tokens/s of all sequences{}",
             decode.model_steps_per_second,
-            settings.layers.len(),
+            count(settings.layers.len(), "layer"),
             decode.sequence_tokens_per_second,
             if decode.failed > 0 {
                 format!("   {} model steps failed", decode.failed)
@@ -215,7 +217,7 @@ fn short(seconds: f64) -> String {
     let (value, unit) = match size {
         _ if size >= 1.0 => (seconds, "s"),
         _ if size >= 1e-3 => (seconds * 1e3, "ms"),
-        _ => (seconds * 1e6, "us"),
+        _ => (seconds * 1e6, "µs"),
     };
     let digits = if value.abs() >= 100.0 {
         0
@@ -225,6 +227,11 @@ fn short(seconds: f64) -> String {
         2
     };
     format!("{value:.digits$} {unit}")
+}
+
+/// A number and the noun that it counts, as in `1 layer` and `2 layers`.
+fn count(number: usize, one: &str) -> String {
+    format!("{number} {one}{}", if number == 1 { "" } else { "s" })
 }
 
 fn mib(bytes: u64) -> f64 {
@@ -262,10 +269,10 @@ mod tests {
 
     #[test]
     fn durations_are_short() {
-        assert_eq!(short(0.0), "0.00 us");
-        assert_eq!(short(0.000_123_4), "123 us");
+        assert_eq!(short(0.0), "0.00 µs");
+        assert_eq!(short(0.000_123_4), "123 µs");
         assert_eq!(short(0.012_34), "12.3 ms");
         assert_eq!(short(2.5), "2.50 s");
-        assert_eq!(short(-0.000_05), "-50.0 us");
+        assert_eq!(short(-0.000_05), "-50.0 µs");
     }
 }

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::Stdio;
 
 use crate::service::{fixture, serve_command, serve_to_the_end};
 
@@ -260,8 +261,12 @@ fn the_summary_names_what_was_given_and_ends_with_a_command_that_works() {
 fn an_address_that_is_taken_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let (code, message) = serve_to_the_end(&fixture(FAMILY), &["--listen", &address]);
-    assert!(code.is_some_and(|code| code != 0 && code != 64), "{code:?}");
-    assert!(message.contains(&address), "{message}");
-    assert!(!message.contains("generation"), "no rank starts before every address is bound: {message}");
+    for flags in [["--listen", &address], ["--metrics-listen", &address]] {
+        let output = serve_command(&fixture(FAMILY), &flags).stderr(Stdio::piped()).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(69), "{message}");
+        assert!(message.contains(&address), "{message}");
+        assert!(!message.contains("generation"), "no rank starts before every address is bound: {message}");
+        assert!(output.stdout.is_empty(), "the plan of a service that cannot start is not shown: {output:?}");
+    }
 }

@@ -174,8 +174,8 @@ fn roll_out(services: &mut [Service], order: &[usize], seen: &Seen) {
     }
 }
 
-/// Rolls the new weights out to all services but two of each share other than the first, which keeps none of the old:
-/// from then on only the new weights have all layers. Afterwards the others get them, too.
+/// Rolls the new weights out to all services except two of each share; of the first share, to all. From then on only the new
+/// weights have all layers. Afterwards the remaining services get them, too.
 fn replace_weights(services: &mut [Service], seen: &Seen) {
     let mut random = SmallRng::seed_from_u64(7);
     let is_kept = |index: &usize| *index >= REPLICAS && index % REPLICAS < 2;

@@ -22,6 +22,7 @@ use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::RoutingRule;
 use super::ceilings;
+use super::client::Failure;
 use super::serve::plan::PlanError;
 use super::serve::{exit, gpu_bytes};
 use super::units::{bytes, count};
@@ -54,6 +55,8 @@ pub enum BenchError {
     #[error("cannot write {}: {source}", path.display())]
     Write { path: PathBuf, source: std::io::Error },
 }
+
+impl Failure for BenchError {}
 
 /// Number of offsets in the pool of random elements at which the rows of a request can begin.
 const POOL: usize = 4 << 20;

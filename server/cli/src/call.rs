@@ -16,8 +16,9 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, RoutingSource, printable};
+use super::client::{self, ClientError, Failure, RoutingSource, printable};
 use super::golden::{Golden, GoldenError, GoldenLayer};
+use super::serve::exit;
 use super::units::time;
 use expertd_types::{DType, rows};
 
@@ -26,7 +27,7 @@ const ROUTING_ROWS: usize = 8;
 
 /// Send random or recorded tokens through one MoE layer and show the receipt
 ///
-/// Exits with status 0 if the answer has the right size, 1 otherwise. Use `expertd verify` to check recorded rows.
+/// Exits with status 0 if the answer has the right size, 64 for a file or arguments that cannot be used, 1 otherwise. Use `expertd verify` to check recorded rows.
 #[derive(Args, Clone, Debug)]
 pub struct CallArgs {
     /// The service: HOST:PORT or unix:PATH
@@ -83,6 +84,15 @@ pub enum CallError {
     Client(#[from] ClientError),
     #[error("{0}")]
     Usage(String),
+}
+
+impl Failure for CallError {
+    fn exit_code(&self) -> u8 {
+        match self {
+            CallError::Golden(_) | CallError::Usage(_) => exit::USAGE,
+            CallError::Client(error) => error.exit_code(),
+        }
+    }
 }
 
 /// A request and its answer.

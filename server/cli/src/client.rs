@@ -12,6 +12,7 @@ use expertd_proto::v1::{GetModelRequest, GetModelResponse, Receipt};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
+use super::serve::exit;
 use expertd_telemetry::code_name;
 
 /// Default address of the public API.
@@ -25,10 +26,28 @@ pub enum ClientError {
     Connect(#[from] ConnectError),
     #[error("cannot read {}: {source}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
+    /// A file has content that cannot be used.
+    #[error("{0}")]
+    File(String),
+    /// A setting cannot be used, or the service has nothing to work with.
     #[error("{0}")]
     Content(String),
     #[error("{call} failed: {}", describe(status))]
     Call { call: String, status: Box<Status> },
+}
+
+/// The exit status of a command that failed.
+pub(crate) trait Failure: std::fmt::Display {
+    /// 64 for a file or arguments that cannot be used, otherwise 1.
+    fn exit_code(&self) -> u8 {
+        1
+    }
+}
+
+impl Failure for ClientError {
+    fn exit_code(&self) -> u8 {
+        if matches!(self, ClientError::Read { .. } | ClientError::File(_)) { exit::USAGE } else { 1 }
+    }
 }
 
 impl ClientError {

@@ -11,7 +11,7 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 
-use super::client::{self, ClientError};
+use super::client::{self, ClientError, Failure};
 use super::serve::plan::{PlanError, ServePlan};
 use super::serve::settings::{Given, ServeArgs};
 use super::serve::{Prepared, Running, StartError, describe_plan, follow_loading};
@@ -83,6 +83,8 @@ pub enum DemoError {
     #[error(transparent)]
     Client(#[from] ClientError),
 }
+
+impl Failure for DemoError {}
 
 /// Runs the demo.
 ///

@@ -27,13 +27,13 @@ mod units;
 pub mod verify;
 mod weight_bytes;
 
-use std::fmt::Display;
 use std::future::Future;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use expertd_telemetry::{LogFormat, flush_logs, init_logs};
+use self::client::Failure;
+use expertd_telemetry::{LogFormat, flush_logs, init_logs, set_build};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
 ///
@@ -106,7 +106,8 @@ pub fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(serve::exit::USAGE));
         }
     };
-    // Their tables share the terminal with the log.
+    set_build(BUILD);
+    // The tables of these commands share the terminal with the log.
     let default = if matches!(cli.command, Command::Demo(_) | Command::Bench(_)) { "warn" } else { "info" };
     if let Err(error) = init_logs(cli.log.as_deref().unwrap_or(default), cli.log_format) {
         eprintln!("expertd: {error}");
@@ -154,8 +155,8 @@ fn end_quietly_without_a_reader() {
     }));
 }
 
-/// Runs a client command; prints its error and maps it to exit status 1.
-fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
+/// Runs a command. If it fails, prints the error and returns the error's exit status.
+fn block_on<E: Failure>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -165,7 +166,7 @@ fn block_on<E: Display>(name: &str, command: impl Future<Output = Result<ExitCod
     };
     runtime.block_on(command).unwrap_or_else(|error| {
         eprintln!("expertd {name}: {error}");
-        ExitCode::FAILURE
+        ExitCode::from(error.exit_code())
     })
 }
 

@@ -1,4 +1,5 @@
-//! NVIDIA's Multi-Process Service (MPS), without which a GPU that ranks share with an engine runs one of them at a time.
+//! NVIDIA's Multi-Process Service (MPS). Without it a GPU runs kernels of one process at a time, so that a rank and an engine on
+//! one GPU take turns.
 
 use std::path::{Path, PathBuf};
 

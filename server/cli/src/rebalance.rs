@@ -56,7 +56,7 @@ struct Change {
 pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
     let rows = match &args.rows {
         Some(path) => ExpertRows::from_json(&read(path)?).map_err(|error| {
-            ClientError::Content(format!(
+            ClientError::File(format!(
                 "{}: {error}; expected what `expertd status --expert-rows` prints",
                 path.display()
             ))
@@ -85,7 +85,7 @@ fn nothing_to_do(rows: &ExpertRows, ranks: Option<u32>) -> Option<String> {
     (ranks == 1).then(|| "there is one rank, which owns all experts: nothing to even out".to_owned())
 }
 
-/// The rows that a service has counted, or counts in some time.
+/// The rows that a service has counted since its start, or counts during the given time.
 async fn measure(args: &RebalanceArgs) -> Result<ExpertRows, ClientError> {
     let before = from_message(expert_rows(&args.admin).await?);
     let Some(seconds) = args.seconds else { return Ok(before) };

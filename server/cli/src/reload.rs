@@ -13,7 +13,8 @@ use super::client::{ClientError, read};
 /// Load other weights of the same shape, or another placement of experts, into a running service, without failing a call
 ///
 /// The new weights are loaded while the current ones serve. Then requests wait for a moment until the new weights serve. After an
-/// error the current weights continue to serve. Exits with status 0 once the new weights serve, with 1 if they do not.
+/// error the current weights continue to serve. Exits with status 0 once the new weights serve, 64 for a
+/// placement file that cannot be used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct ReloadArgs {
     /// Directory of the checkpoint [default: the one whose weights serve]
@@ -55,7 +56,7 @@ pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
 fn placement_in(path: &Path) -> Result<String, ClientError> {
     let text = read(path)?;
     if text.trim().is_empty() {
-        return Err(ClientError::Content(format!(
+        return Err(ClientError::File(format!(
             "{} is empty; expected a placement as `expertd rebalance` prints it (it prints none if it fails)",
             path.display()
         )));

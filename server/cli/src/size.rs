@@ -25,7 +25,7 @@ const ROUTER_BYTES: usize = 256 << 20;
 const COPIES_IN_FLIGHT: usize = 2;
 /// Bytes of a rank beside weights, windows and staging: program, stacks of threads, scratch memory.
 const RANK_BYTES: u64 = 128 << 20;
-/// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and those of the driver.
+/// Bytes of a GPU rank's device memory that are not counted separately: graphs, tables, step buffers, and the driver's own.
 const DEVICE_RESERVE: u64 = 2 << 30;
 /// Host memory of a GPU rank beside [`RANK_BYTES`]: its share of the driver and CUDA's modules.
 const CUDA_PROCESS_BYTES: u64 = 1 << 30;

@@ -10,8 +10,9 @@ use expertd_proto::v1::{
 };
 use serde::Serialize;
 
-use super::client::{self, ClientError, RoutingSource};
+use super::client::{self, ClientError, Failure, RoutingSource};
 use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
+use super::serve::exit;
 use expertd_types::{DType, rows};
 
 mod ids;
@@ -19,7 +20,8 @@ pub use ids::{IdsCheck, RowMismatch};
 
 /// Send recorded rows through a running service and compare the answers with the recorded ones
 ///
-/// Exits with status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 1 otherwise.
+/// Exits with status 0 if every MoE layer of the file is within the tolerance and was routed as recorded, 64 for a file that cannot be
+/// used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct VerifyArgs {
     /// The service: HOST:PORT or unix:PATH
@@ -65,6 +67,16 @@ pub enum VerifyError {
     Client(#[from] ClientError),
     #[error("the golden file does not fit the served model {model}: {reason}")]
     Mismatch { model: String, reason: String },
+}
+
+impl Failure for VerifyError {
+    fn exit_code(&self) -> u8 {
+        match self {
+            VerifyError::Golden(_) => exit::USAGE,
+            VerifyError::Client(error) => error.exit_code(),
+            VerifyError::Mismatch { .. } => 1,
+        }
+    }
 }
 
 /// Result of comparing one layer.

@@ -10,7 +10,7 @@ use expertd_types::LayerPlacement;
 
 /// Number of different numbers of copies that are tried.
 const TRIALS: usize = 16;
-/// A placement with fewer copies is preferred if its imbalance exceeds that of the best one by no more than this.
+/// A placement with fewer copies is preferred if its imbalance is at most this much above the best one's.
 const CLOSE: f64 = 0.005;
 /// Moves and swaps end once the fullest rank exceeds the mean by no more than this factor.
 const EVEN: f64 = 1.001;

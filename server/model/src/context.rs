@@ -1,4 +1,4 @@
-//! What the resolution of every part of a checkpoint needs: values of the whole model, bounds, vectors.
+//! Values of the whole model, bounds and vectors: what the resolution of every part of a checkpoint uses.
 
 use super::ModelError;
 use super::config::Config;

@@ -147,7 +147,7 @@ pub enum NormaliseRule {
     If {
         /// The field, and its aliases.
         fields: &'static [&'static str],
-        /// Its value if it is absent.
+        /// The value of an absent field.
         default: bool,
         /// The normalisation.
         how: Normalise,
@@ -193,11 +193,11 @@ pub enum ActivationRule {
 pub struct SharedRule {
     /// Name of their module within the block.
     pub module: &'static str,
-    /// Their intermediate size.
+    /// Intermediate size of the shared experts.
     pub width: SharedWidth,
     /// Name of the tensor `[1, hidden]` of their sigmoid gate within the block.
     pub gate: Option<&'static str>,
-    /// Config field that states whether their projections have biases.
+    /// Config field that states whether the shared experts' projections have biases.
     pub bias_field: Option<&'static str>,
     /// Whether their projections are called `w1`, `w3` and `w2` in released checkpoints; `synth` writes them so.
     pub numbered: bool,

@@ -6,9 +6,9 @@ pub enum Packing {
     /// Rows and columns have constant distances.
     #[default]
     Strided,
-    /// A word holds eight neighbouring columns of a row (GPTQ's weights). The column stride is that of words.
+    /// A word holds eight neighbouring columns of a row (GPTQ's weights). The column stride counts words.
     ColumnWords,
-    /// A word holds eight neighbouring rows of a column (zero points). The row stride is that of words.
+    /// A word holds eight neighbouring rows of a column (zero points). The row stride counts words.
     RowWords,
     /// Like [`RowWords`](Self::RowWords), with rows 0, 2, 4, 6, 1, 3, 5, 7 in the nibbles of a word (AWQ).
     AwqWords,

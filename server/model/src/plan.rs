@@ -58,7 +58,7 @@ pub(super) enum Factor {
     One,
     /// An element of a tensor.
     Of(TensorId, usize),
-    /// Its reciprocal.
+    /// The reciprocal of that element.
     Reciprocal(TensorId, usize),
 }
 
@@ -125,8 +125,7 @@ pub(super) struct LayerPlan {
 }
 
 impl MlpPlan {
-    /// Columns per block or group of scales, if a row of any matrix has several; all matrices have the config's
-    /// size.
+    /// Columns that share a scale, if some row has several scales. All matrices of a layer have the number that the config gives.
     pub(super) fn scale_cols(&self) -> Option<usize> {
         let narrow = |matrix: &MatrixRef| match &matrix.scales {
             ScalesRef::Block(scales) if scales.block[1] < matrix.cols => Some(scales.block[1]),
@@ -136,7 +135,7 @@ impl MlpPlan {
         [&self.gate, &self.up, &self.down].into_iter().find_map(narrow)
     }
 
-    /// The formats of the up and down projections that differ from that of the gate projection, each once.
+    /// Formats of the up and down projections other than the gate projection's, each once.
     pub(super) fn other_formats(&self) -> Vec<WeightFormat> {
         let mut found = vec![self.up.format, self.down.format];
         found.dedup();

@@ -195,7 +195,8 @@ impl Module<'_> {
         Ok(self.done(MatrixRef { packing, row_stride, col_stride, ..whole }))
     }
 
-    /// Checks that the words of a tensor, `four` with integers of 4 bits, do not hold integers of other bits along dimension `packed`.
+    /// Refuses a tensor whose shape shows integers of 2, 3 or 8 bits. With 4 bits its shape would be `four`; dimension `packed`
+    /// grows with the bits.
     fn expect_four_bits(&self, id: TensorId, four: [usize; 2], packed: usize) -> Result<(), ModelError> {
         let of_bits = |bits: usize| {
             let mut shape = four;

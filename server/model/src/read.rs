@@ -1,4 +1,5 @@
-//! Reads tensors past the page cache, where it does not hold them (docs/measurements/weights.md); the others are used from their mappings.
+//! Reads tensors past the page cache if it does not hold them (docs/measurements/weights.md); the others are read from their
+//! mappings.
 
 use std::io;
 use std::ops::Range;

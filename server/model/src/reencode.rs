@@ -18,7 +18,7 @@ const BLOCK: usize = 32;
 const GROUP: usize = FP8_ROW_GROUP;
 /// Rows that share FP8 scales where no element is rounded for it.
 const TILE_ROWS: usize = 128;
-/// log2 of the smallest block scale that a group with a scale of 1 can have at the top, negated.
+/// A group's FP8 scale is 2^-HEADROOM times its largest block scale.
 const HEADROOM: i32 = 6;
 /// The largest shift at which e4m3 holds all values of e2m1.
 const EXACT_SHIFT: usize = 14;
@@ -120,7 +120,7 @@ pub fn mxfp4_as_fp8(view: &MatrixView<'_>, cols: usize, codes: &mut [u8], scales
     Reencoded { block_scales, rounded }
 }
 
-/// The FP8 scale of a group whose largest block scale is that of exponent `top`.
+/// The FP8 scale of a group whose largest block scale has the exponent `top`.
 fn fp8_scale(top: u8) -> f32 {
     2f32.powi(i32::from(top) - 127 - HEADROOM)
 }

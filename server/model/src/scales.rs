@@ -63,7 +63,7 @@ pub struct GroupScales<'a> {
     pub cols: usize,
     /// Type of the scales.
     pub format: ScaleFormat,
-    /// Bytes of the scales, starting with that of row 0 and group 0.
+    /// Bytes of the scales, starting with the scale of row 0 and group 0.
     pub data: &'a [u8],
     /// Distance between rows, in scales.
     pub row_stride: usize,

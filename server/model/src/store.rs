@@ -118,8 +118,8 @@ impl Store {
         Ok(shard.mapped.as_ref().expect("the shard was mapped just now"))
     }
 
-    /// Looks up all tensors whose names begin with one of `prefixes`, so that the fingerprint covers them. They are those that
-    /// the files themselves hold; an index that lists others is not an error here. No prefix begins with another one.
+    /// Looks up all tensors whose names begin with one of `prefixes`, so that the fingerprint covers them. Only names in the
+    /// files' headers count: an index may list others. No prefix begins with another one.
     pub(super) fn find_all(&mut self, mut prefixes: Vec<String>) -> Result<(), ModelError> {
         prefixes.sort_unstable();
         // Only the last prefix that does not sort after a name can be the name's beginning.
@@ -205,7 +205,7 @@ impl Store {
         &self.mapped(info.shard).bytes()[info.range.clone()]
     }
 
-    /// The shard and the range in its file of bytes that [`bytes`](Self::bytes) gave, or of a part of them.
+    /// The shard that holds `bytes`, a result of [`bytes`](Self::bytes) or a part of one, and their range in its file.
     pub(super) fn place(&self, bytes: &[u8]) -> (usize, Range<usize>) {
         let find = |(number, shard): (usize, &Shard)| {
             let mapped = shard.mapped.as_ref()?.bytes().as_ptr_range();

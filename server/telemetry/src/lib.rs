@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod build;
 mod codes;
 mod handles;
 mod logs;
@@ -12,6 +13,7 @@ mod rarely;
 mod recorder;
 mod traces;
 
+pub use build::{build, set_build};
 pub use codes::code_name;
 pub use handles::{RequestMetrics, StepMetrics};
 pub use logs::{LogError, LogFormat, flush_logs, init_logs, tell};

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
+use super::build::commit;
 use super::logs::record_dropped_lines;
 use super::names::{self, Kind};
 use super::process::resident_bytes;
@@ -105,7 +106,7 @@ fn record_build(features: &'static str) {
     gauge!(
         names::BUILD_INFO,
         "version" => env!("CARGO_PKG_VERSION"),
-        "commit" => option_env!("EXPERTD_COMMIT").unwrap_or("unknown"),
+        "commit" => commit(crate::build()).to_owned(),
         "features" => features,
     )
     .set(1.0);

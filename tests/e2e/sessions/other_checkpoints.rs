@@ -19,8 +19,8 @@ use crate::service::{load, part};
 
 /// Rows that are recorded of each layer.
 const ROWS: usize = 16;
-/// Largest relative errors of rows in bf16: their root mean square, and a single one. Where the terms of a row nearly cancel, its error
-/// is that large in any bf16 implementation (`scripts/bf16_reference.py`).
+/// Largest relative errors of rows in bf16: their root mean square, and a single one. Rows of small checkpoints
+/// are up to 4e-2 off in Hugging Face's own bf16 blocks (`scripts/bf16_reference.py`).
 const GPU_TOLERANCE: Errors = Errors { mean: 1e-2, largest: 5e-2 };
 const CPU_TOLERANCE: Errors = Errors { mean: 1e-5, largest: 1e-5 };
 

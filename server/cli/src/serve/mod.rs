@@ -79,7 +79,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let plan = prepared.plan();
-    print(&format!("{}{}", report::given_settings(&plan.shown), report::plan(plan)));
+    let text = format!("{}{}", report::given_settings(&plan.shown), report::plan(plan));
     if let Err(error) = guard_process() {
         tell(&format!("expertd serve: {error}"));
         return ExitCode::from(exit::SETUP);
@@ -93,7 +93,13 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let code = runtime.block_on(async {
-        match Running::start(prepared).await {
+        let started = Running::bind(prepared).await.and_then(|running| {
+            // An address in use is reported alone.
+            print(&text);
+            running.begin()?;
+            Ok(running)
+        });
+        match started {
             Ok(running) => {
                 running.announce();
                 running.until_end().await

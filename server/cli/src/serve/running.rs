@@ -95,31 +95,45 @@ impl Running {
     /// # Errors
     /// If an address cannot be bound, or the scheduler cannot be started.
     pub async fn start(prepared: Prepared) -> Result<Self, StartError> {
+        let running = Self::bind(prepared).await?;
+        running.begin()?;
+        Ok(running)
+    }
+
+    /// Binds every address: that of the public API first, which says most about a port in use.
+    ///
+    /// # Errors
+    /// If an address cannot be bound, or the scheduler cannot be started.
+    pub(super) async fn bind(prepared: Prepared) -> Result<Self, StartError> {
         let Prepared { plan, config, sessions, access, metrics } = prepared;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         start_traces(plan.otlp_endpoint.as_deref())?;
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let endpoint =
-            MetricsPort::bind(metrics, recorder, backend, Arc::clone(&access), plan.health_timeout)
-                .await
-                .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
-        let running = Self::listen(&service, &config, access, endpoint, sessions).await?;
-        service.begin()?;
+        let server = Server::bind(&config, Arc::clone(&access), Arc::clone(&backend)).await?;
+        let endpoint = MetricsPort::bind(metrics, recorder, backend, access, plan.health_timeout)
+            .await
+            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
+        let running = Self::listen(&service, server, endpoint, sessions)?;
         Ok(Running { access: plan.access, ..running })
     }
 
-    async fn listen(
+    /// Forms the first generation.
+    ///
+    /// # Errors
+    /// If the scheduler cannot be started.
+    pub(super) fn begin(&self) -> Result<(), StartError> {
+        Ok(self.service.begin()?)
+    }
+
+    fn listen(
         service: &Arc<Service>,
-        config: &ServerConfig,
-        access: Arc<Access>,
+        server: Server,
         endpoint: MetricsPort,
         sessions: Option<SessionConfig>,
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
-        let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
         let metrics = endpoint.local_address();
-        let server = Server::bind(config, access, backend).await?;
         let session_server = match sessions {
             Some(config) => {
                 let address = Address::Unix(config.listen.clone()).to_string();

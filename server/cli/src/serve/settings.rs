@@ -54,7 +54,7 @@ pub enum SettingsError {
 pub struct Shown {
     /// Name of the setting in the file; the flag has dashes instead of underscores.
     pub name: &'static str,
-    /// The value as TOML writes it; `None` if there is none.
+    /// The value as TOML writes it; `None` if the setting has none.
     pub value: Option<String>,
     /// Source of the value.
     pub source: Source,

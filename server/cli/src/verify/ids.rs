@@ -19,7 +19,8 @@ pub struct RowMismatch {
     pub recorded: Vec<(i32, f32)>,
     /// Returned pairs.
     pub returned: Vec<(i32, f32)>,
-    /// Largest relative difference between the weight of an expert that only one routing chose and that of one that only the other chose.
+    /// Largest relative difference between two weights: of an expert in the recorded routing only, and of one in the returned
+    /// routing only.
     pub edge_difference: f64,
     /// Whether these weights are so close that both choices are correct.
     pub exception: bool,

@@ -56,7 +56,7 @@ fn zero_point(view: &MatrixView<'_>, r: usize, c: usize) -> f64 {
     if zeros.bias == 0 {
         return f64::from(nibble(zeros.data, at));
     }
-    // The bias is added to a word of eight nibbles as one number: 2^32 is a carry out of the last one.
+    // The bias is added to all eight nibbles as one 32-bit sum; a carry out of the highest nibble is dropped.
     let ones = (0..8).map(|i| 1_u64 << (4 * i)).sum::<u64>();
     let word = (0..8).map(|i| u64::from(nibble(zeros.data, at / 8 * 8 + i)) << (4 * i)).sum::<u64>();
     ((word + ones * u64::from(zeros.bias)) >> (4 * (at % 8)) & 15) as f64
@@ -119,7 +119,7 @@ pub fn code(x: f64, scale: f32) -> f64 {
         return f64::NAN;
     }
     let magnitude = x.abs().min(448.0);
-    // The smallest step is that of subnormal codes, which end at 2^-6.
+    // Codes below 2^-6 are subnormal and have its step.
     let exponent = magnitude.log2().floor().max(-6.0);
     let step = (exponent - 3.0).exp2();
     ((magnitude / step).round_ties_even() * step).copysign(x)

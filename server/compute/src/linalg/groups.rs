@@ -143,7 +143,7 @@ impl Source {
     }
 }
 
-/// Whether every zero point is that of symmetric integers, as in most of GPTQ's checkpoints. The kernels then need none.
+/// Whether every zero point is the one of symmetric integers, as in most of GPTQ's checkpoints. The kernels then need none.
 fn is_symmetric(view: &MatrixView<'_>, groups: &GroupScales<'_>) -> bool {
     let of_row = 0..view.cols.div_ceil(groups.cols);
     (0..view.rows).all(|row| of_row.clone().all(|group| groups.zero_point(row, group) == INT4_ZERO))

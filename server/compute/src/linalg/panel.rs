@@ -70,7 +70,7 @@ pub(crate) fn multiply(
     let crowded = matrix.format == WeightFormat::Fp8E4m3 && rows > CROWDED_ROWS;
     let widen = widen(matrix.level, matrix.format, zeros).filter(|_| tiling.tiles() > 1 || crowded);
     let part = if widen.is_some() { part.min(WIDE_BLOCKS) } else { part };
-    // To fill the buffer with zeros would take a tenth of the time of a panel of 4-bit weights.
+    // The buffer stays uninitialised: filling it with zeros takes a tenth of the time of a panel of 4-bit weights.
     let mut wide = MaybeUninit::<[f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL]>::uninit();
     for first in (0..blocks).step_by(part) {
         let blocks = part.min(blocks - first);

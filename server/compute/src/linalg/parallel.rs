@@ -53,7 +53,7 @@ impl WorkQueue {
     }
 }
 
-/// A slice of which threads borrow disjoint parts.
+/// A slice that threads borrow disjoint parts of.
 #[derive(Clone, Copy)]
 pub(crate) struct DisjointSlice<'a, T> {
     data: *mut T,

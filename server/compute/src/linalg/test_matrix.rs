@@ -48,7 +48,7 @@ pub(crate) const FORMATS: [WeightFormat; 8] = [
     WeightFormat::Int4,
 ];
 
-/// What a random INT4 matrix is like.
+/// Properties of a random INT4 matrix.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Int4Kind {
     pub(crate) group: usize,

@@ -322,7 +322,7 @@ fn zero_points_of_symmetric_weights_are_not_packed() {
     }
 }
 
-/// Zero points as GPTQ stores those of `n` rows.
+/// Zero points in GPTQ's order, for `n` rows.
 fn zero_points(data: &[u8], n: usize, bias: u8) -> ZeroPoints<'_> {
     ZeroPoints { data, packing: Packing::RowWords, row_stride: 8, group_stride: n, bias }
 }

@@ -141,7 +141,7 @@ pub(crate) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusR
         weight_version: model.weight_version.0,
         weight_fingerprint: model.weight_fingerprint.to_string(),
         model: model.name.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: expertd_telemetry::build().to_owned(),
         ranks: status
             .ranks
             .into_iter()

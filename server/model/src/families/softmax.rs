@@ -1,4 +1,4 @@
-//! Families whose gates take a softmax, over all logits or over those of the chosen experts.
+//! Families whose gates take a softmax, over all logits or over the chosen experts' logits.
 
 use super::{LOCAL, PLAIN, SUM, SUM_EPSILON, first_dense, norm_topk_prob};
 use crate::family::{

@@ -9,7 +9,7 @@ use crate::config::Config;
 /// Fields in which AutoRound declares them.
 const FIELDS: [&str; 2] = ["rotation_config", "spinquant_config"];
 
-/// Refuses rotations of rows. Those of weights alone are part of the stored weights.
+/// Refuses rotations of rows. Rotations of weights are part of the stored weights.
 pub(super) fn refuse(config: &Config, map: &Map<String, Value>) -> Result<(), ModelError> {
     if let Some(field) = declared(map) {
         return Err(unsupported(config, field));

@@ -155,7 +155,7 @@ impl Layout<'_> {
                 Fill::Experts { count: experts },
             );
         } else if let Some(correction) = names.correction.first() {
-            // Ernie keeps a dimension for groups, of which it has one.
+            // Ernie stores the bias with a leading dimension for groups, of size 1.
             let shape: &[usize] =
                 if correction.starts_with("moe_statics") { &[1, experts] } else { &[experts] };
             self.push(format!("{base}{correction}"), Element::F32, shape, Fill::Normal(0.05));

@@ -9,7 +9,7 @@ use expertd_rank_cuda::{self as gpu, Inventory};
 /// Largest number of ranks on one host.
 pub(super) const MAX_RANKS: u32 = 8;
 
-/// What this build and this machine offer.
+/// Devices and limits of this build and this machine.
 pub(super) struct Host<'a> {
     /// Whether the build has GPU ranks.
     pub(super) has_gpu_ranks: bool,
@@ -155,7 +155,7 @@ impl Found {
         (!facts.is_supported()).then(|| facts.refusal(gpu))
     }
 
-    /// What is wrong with the first unsupported GPU.
+    /// The reason why the first unsupported GPU cannot be used.
     fn unsupported(&self) -> Option<String> {
         (0..self.count).find_map(|gpu| self.refusal(gpu))
     }

@@ -303,7 +303,7 @@ fn placement(
 /// Reads a placement, and checks that it is for this model and number of ranks.
 ///
 /// # Errors
-/// What is wrong, with the name of the file.
+/// The problem, with the name of the file.
 pub(crate) fn read_placement(path: &Path, spec: &ModelSpec, ranks: usize) -> Result<ExpertPlacement, String> {
     let failed = |problem: String| format!("{}: {problem}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;

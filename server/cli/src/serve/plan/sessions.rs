@@ -17,8 +17,8 @@ pub struct SessionPlan {
 }
 
 impl SessionPlan {
-    /// File descriptors of all sessions: the sockets of clients, with and without a session; and for each memory another one of the
-    /// socket, one of the region, and that of memory on a GPU.
+    /// File descriptors of all sessions: one for each client's socket, with and without a session, and for each memory a duplicate of
+    /// the socket, the region, and the memory on a GPU.
     pub const fn descriptors(&self) -> usize {
         self.limits.sessions + MAX_OPENING + 3 * self.limits.memories()
     }

@@ -16,7 +16,7 @@ pub(in crate::metrics_port) fn experts(backend: &dyn Backend) -> Value {
 pub(in crate::metrics_port) fn document(backend: &dyn Backend) -> Value {
     let (model, status) = (backend.model(), backend.status());
     json!({
-        "version": env!("CARGO_PKG_VERSION"),
+        "version": expertd_telemetry::build(),
         "state": match status.state {
             ServiceState::Loading => "loading",
             ServiceState::Serving => "serving",

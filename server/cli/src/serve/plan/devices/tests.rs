@@ -116,7 +116,7 @@ fn unsupported_gpus_leave_the_cpu_unless_gpus_were_asked_for() {
     assert!(refused.starts_with("device: ") && refused.contains("use --device cpu"), "{refused}");
 }
 
-/// What ranks on these GPUs get, with settings of which `given` is a part.
+/// The ranks' configuration on these GPUs; `given` has the other settings.
 fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
     let ranks = gpus.len();
     let machine = Machine {
