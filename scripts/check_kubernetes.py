@@ -29,7 +29,7 @@ KUBERNETES = "1.32.0"
 NPM = {"@kubernetes-models/keda": "0.4.2", "@kubernetes-models/prometheus-operator": "6.0.0"}
 RULES = ROOT / "deploy/prometheus/rules.yaml"
 PROMETHEUS_RULE = FOLDER / "components/monitoring/prometheusrule.yaml"
-PLUGIN_SETTINGS = ROOT / "python/expertd/vllm/_settings.py"
+PLUGIN_SETTINGS = ROOT / "python/expertd/_engines/settings.py"
 CUSTOM = {
     "PodMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor",
     "PrometheusRule": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PrometheusRule",
@@ -80,7 +80,7 @@ def engine_settings(environment: dict[str, str]) -> str | None:
     client = types.ModuleType("expertd._client")
     client.Credentials = dict
     sys.modules |= {"expertd._client": client}
-    spec = importlib.util.spec_from_file_location("expertd.vllm._settings", PLUGIN_SETTINGS)
+    spec = importlib.util.spec_from_file_location("expertd._engines.settings", PLUGIN_SETTINGS)
     plugin = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = plugin
     spec.loader.exec_module(plugin)

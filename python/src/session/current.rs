@@ -3,7 +3,9 @@
 
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use expertd_client::session::{self, Session, SessionError, SessionOptions};
@@ -22,6 +24,8 @@ const ROWS_BYTES: usize = 16 << 20;
 const MAX_ROWS_BYTES: usize = 256 << 20;
 /// Time limit of opening a session and of asking for the model.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time after which there is a session, or the reason why there is none.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(11);
 
 /// An open session.
 #[derive(Clone, Debug)]
@@ -44,7 +48,8 @@ impl Opened {
     }
 }
 
-/// The session that new calls use. One call at a time opens one, and the others wait for it no longer than their deadlines allow.
+/// The session that new calls use. A thread of its own opens one for the call that needs it first, and calls wait for it no longer than
+/// their deadlines allow: what one of them does not wait for is there for the next.
 #[derive(Debug)]
 pub(super) struct CurrentSession {
     /// The service's session socket.
@@ -59,8 +64,18 @@ pub(super) struct CurrentSession {
 #[derive(Debug, Default)]
 struct Current {
     session: Option<Opened>,
-    /// A call opens a session, without the lock.
+    /// A thread opens a session, without the lock.
     is_opening: bool,
+}
+
+/// While it lives, a session is being opened.
+struct Opens(Arc<CurrentSession>);
+
+impl Drop for Opens {
+    fn drop(&mut self) {
+        self.0.lock().is_opening = false;
+        self.0.opened.notify_all();
+    }
 }
 
 impl CurrentSession {
@@ -74,48 +89,62 @@ impl CurrentSession {
     }
 
     /// Opens the session, if it is not open.
-    pub(super) fn connect(&self) -> Result<(), Failure> {
+    pub(super) fn connect(self: &Arc<Self>) -> Result<(), Failure> {
         self.with_room(0, None).map(drop).map_err(|error| open_failure(&self.address, error))
     }
 
-    /// The open session with room for `needed` bytes; opens one if there is none, until `deadline` at most.
-    pub(super) fn with_room(&self, needed: usize, deadline: Option<Instant>) -> Result<Opened, SessionError> {
+    /// The open session with room for `needed` bytes; has one opened if there is none. Waits until `deadline` at most.
+    pub(super) fn with_room(
+        self: &Arc<Self>,
+        needed: usize,
+        deadline: Option<Instant>,
+    ) -> Result<Opened, SessionError> {
         let mut current = self.lock();
         loop {
             if let Some(opened) = current.session.as_ref().filter(|opened| opened.rows_bytes >= needed) {
                 return Ok(opened.clone());
             }
-            let left = time_left(deadline, OPEN_TIMEOUT);
+            let left = time_left(deadline, ANSWER_TIMEOUT);
             if left.is_zero() {
                 return Err(SessionError::TimedOut { waited: left });
             }
             if !current.is_opening {
                 current.is_opening = true;
                 drop(current);
-                let opened = self.open(needed, left);
-                current = self.lock();
-                current.is_opening = false;
-                if let Ok(opened) = &opened {
-                    // Calls in flight keep a smaller session until their end.
-                    current.session = Some(opened.clone());
-                }
-                self.opened.notify_all();
-                return opened;
+                let late = |_| SessionError::TimedOut { waited: left };
+                return self.open_apart(needed).recv_timeout(left).map_err(late)?;
             }
             current = self.opened.wait_timeout(current, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    fn open(&self, needed: usize, timeout: Duration) -> Result<Opened, SessionError> {
+    /// Opens a session on a thread of its own, which sends it or why there is none.
+    fn open_apart(self: &Arc<Self>, needed: usize) -> Receiver<Result<Opened, SessionError>> {
+        let (sender, opened) = mpsc::channel();
+        let opening = Opens(Arc::clone(self));
+        // A thread that cannot be started drops its function.
+        let _ = thread::Builder::new().name("session-open".to_owned()).spawn(move || {
+            let opened = opening.0.open(needed);
+            if let Ok(opened) = &opened {
+                // Calls in flight keep a smaller session until their end.
+                opening.0.lock().session = Some(opened.clone());
+            }
+            drop(opening);
+            let _ = sender.send(opened);
+        });
+        opened
+    }
+
+    fn open(&self, needed: usize) -> Result<Opened, SessionError> {
         let rows_bytes = needed.max(ROWS_BYTES).checked_next_power_of_two().unwrap_or(needed);
-        let options = SessionOptions { rows_bytes, timeout, ..SessionOptions::default() };
+        let options = SessionOptions { rows_bytes, timeout: OPEN_TIMEOUT, ..SessionOptions::default() };
         let session = Session::open(&self.address, &options)?;
         let model = Arc::new(decode(session.model())?);
         Ok(Opened { session: Arc::new(session), rows_bytes, model })
     }
 
     /// Opens a session with twice the row area, if that is within limits.
-    pub(super) fn enlarged(&self, opened: &Opened, deadline: Option<Instant>) -> Option<Opened> {
+    pub(super) fn enlarged(self: &Arc<Self>, opened: &Opened, deadline: Option<Instant>) -> Option<Opened> {
         let doubled = opened.rows_bytes.checked_mul(2).filter(|&bytes| bytes <= MAX_ROWS_BYTES)?;
         if self.is_largest.load(Ordering::Relaxed) {
             return None;

@@ -7,8 +7,10 @@ torch = pytest.importorskip("torch", reason="the operator of expertd.vllm is one
 
 import expertd  # noqa: E402
 from conftest import recorded  # noqa: E402
-from expertd.vllm._connection import connect, vllm_experts  # noqa: E402
-from expertd.vllm._settings import Settings  # noqa: E402
+from expertd._engines.connection import connect  # noqa: E402
+from expertd._engines.settings import Settings  # noqa: E402
+from expertd.vllm._connection import vllm_experts  # noqa: E402
+from expertd.vllm._guard import guard_outputs  # noqa: E402
 
 
 
@@ -16,8 +18,8 @@ from expertd.vllm._settings import Settings  # noqa: E402
 def layer(golden):
     """The connection's number, the first layer, and random rows, ids and weights for it."""
     service = golden("qwen3_moe").service
-    number, remote = connect(Settings(service.address))
-    assert connect(Settings(service.address)) == (number, remote)
+    number, remote = connect(Settings(service.address), guard_outputs)
+    assert connect(Settings(service.address), guard_outputs) == (number, remote)
     served = remote.model.moe_layers[0]
     tokens = 11
     rows = torch.randn(tokens, remote.model.hidden)
@@ -49,7 +51,7 @@ def test_rows_without_experts_get_zero(layer):
 def test_large_batches_are_split(layer):
     number, index, rows, ids, weights, _ = layer
     with expertd.serve(recorded("qwen3_moe"), ranks=1, max_tokens_per_step=8, max_tokens_per_request=4) as small:
-        other, remote = connect(Settings(small.address))
+        other, remote = connect(Settings(small.address), guard_outputs)
         assert other != number and remote.model.limits.max_tokens_per_request < rows.shape[0]
         found = vllm_experts(rows, ids, weights, other, index)
     torch.testing.assert_close(found, vllm_experts(rows, ids, weights, number, index))

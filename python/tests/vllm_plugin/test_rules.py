@@ -5,10 +5,11 @@ import types
 import pytest
 
 import expertd
-from expertd.vllm import register
-from expertd.vllm._check import check_engine, check_layer, check_layers, check_model, is_expert_tensor
-from expertd.vllm._settings import Settings
-from expertd.vllm._versions import TRIED, refuse_other_versions
+from expertd._engines.check import check_layers, is_expert_tensor
+from expertd._engines.settings import Settings
+from expertd._engines.versions import refuse_other_versions
+from expertd.vllm import TRIED, register
+from expertd.vllm._check import check_engine, check_layer, check_model
 
 of = types.SimpleNamespace
 
@@ -39,6 +40,9 @@ def test_settings_come_from_the_environment():
     }
     found = Settings.from_environment(given)
     assert found == Settings("a:1", expertd.Credentials(ca="ca.pem", token_file="token"), False, True, follow_weights=True)
+    assert Settings.from_environment(given, engine="SGLang").any_version is False
+    given = {**given, "EXPERTD_VLLM_ANY_VERSION": "0", "EXPERTD_SGLANG_ANY_VERSION": "1"}
+    assert Settings.from_environment(given, engine="SGLang").any_version is True
     host = {"EXPERTD_ADDRESS": "unix:/run/session.sock", "EXPERTD_SESSION": "host"}
     assert Settings.from_environment(host) == Settings("unix:/run/session.sock", session="host")
     with pytest.raises(ValueError, match="EXPERTD_SESSION is 'yes'"):
@@ -49,12 +53,12 @@ def test_settings_come_from_the_environment():
 
 def test_other_versions_are_refused_by_name():
     for version in TRIED:
-        refuse_other_versions(version, any_version=False)
-        refuse_other_versions(f"{version}+cpu", any_version=False)
+        refuse_other_versions("vLLM", version, TRIED, any_version=False)
+        refuse_other_versions("vLLM", f"{version}+cpu", TRIED, any_version=False)
     for version in ("0.31.9", "0.32.1", "0.32.0rc1", "0.32.0.dev3+g1", "1.0", "dev"):
         with pytest.raises(expertd.UnsupportedError, match=version.replace("+", r"\+")):
-            refuse_other_versions(version, any_version=False)
-        refuse_other_versions(version, any_version=True)
+            refuse_other_versions("vLLM", version, TRIED, any_version=False)
+        refuse_other_versions("vLLM", version, TRIED, any_version=True)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,7 @@ def engine(**changes):
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         prefill_context_parallel_size=1,
+        enable_expert_parallel=False,
         enable_eplb=False,
     )
     whole = dict(lora_config=None, speculative_config=None)
@@ -101,12 +106,13 @@ def engine(**changes):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(data_parallel_size=2), "data parallelism.* was not tried.*one vLLM for each replica"),
-        (dict(tensor_parallel_size=2), "tensor parallelism.* adds up"),
+        (dict(data_parallel_size=2, tensor_parallel_size=2), "at once.* was not tried"),
         (dict(pipeline_parallel_size=2), "pipeline parallelism.* some of the layers"),
         (dict(prefill_context_parallel_size=2), "prefill context parallelism.* adds up"),
+        (dict(enable_expert_parallel=True), "expert parallelism.* holds them all"),
         (dict(enable_eplb=True), "EPLB.* moves experts"),
-        (dict(lora_config=of()), "LoRA.* wraps MoE layers"),
+        (dict(lora_config=of(target_modules=None)), "LoRA.* weights that adapters would change.*lora_target_modules"),
+        (dict(lora_config=of(target_modules=["o_proj", "experts"])), "LoRA on experts"),
         (dict(speculative_config=of(method="eagle3")), "speculative decoding.* experts of a draft model"),
         (dict(load_format="tensorizer"), "'tensorizer'"),
         (dict(cudagraph_mode="PIECEWISE"), "--enforce-eager"),
@@ -116,6 +122,14 @@ def test_what_cannot_work_or_was_not_tried_is_refused_with_the_reason(changes, w
     check_engine(engine(), cpu=False)
     with pytest.raises(expertd.UnsupportedError, match=words):
         check_engine(engine(**changes), cpu=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(data_parallel_size=2), dict(tensor_parallel_size=2), dict(lora_config=of(target_modules=["qkv_proj", "o_proj"]))],
+)
+def test_parallel_engines_and_adapters_of_attention_are_accepted(changes):
+    check_engine(engine(**changes), cpu=True)
 
 
 def test_drafts_from_the_tokens_so_far_need_no_experts():
@@ -139,7 +153,7 @@ def test_a_service_with_the_same_model_is_accepted():
     config = of(model_type="mixtral")
     check_model(of(hf_config=config, hf_text_config=config, get_hidden_size=lambda: 128), SERVED)
     assert check_layer("model.layers.2.mlp.experts", moe(), 0, SERVED) is LAYERS[1]
-    check_layers({1, 2}, SERVED)
+    check_layers("vLLM", {1, 2}, SERVED)
 
 
 def test_a_service_with_another_model_is_refused():
@@ -158,7 +172,7 @@ def test_a_service_with_another_model_is_refused():
             check_layer(prefix, moe(**changes), 0, SERVED)
     for layers in (set(), {1}, {1, 2, 3}):
         with pytest.raises(expertd.ModelMismatchError, match=r"MoE layers \[1, 2\]"):
-            check_layers(layers, SERVED)
+            check_layers("vLLM", layers, SERVED)
     with pytest.raises(expertd.UnsupportedError, match="2 shared experts"):
         check_layer("model.layers.1.mlp.experts", moe(), 2, SERVED)
     with pytest.raises(expertd.UnsupportedError, match="no decoder layer's number"):

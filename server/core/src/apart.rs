@@ -3,7 +3,7 @@
 //! Closing a descriptor takes as long as its peer likes: a Unix-domain socket closes what was passed over it and not received, and a
 //! passed descriptor may be a socket that lingers or a file of a stopped file system. Freeing a GiB takes a large part of a second.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 /// Drops `held` on a thread of its own; on this one if there can be no thread.
@@ -31,7 +31,10 @@ pub(crate) struct Dropping(Weak<()>);
 impl Dropping {
     /// Whether it has been dropped.
     pub(crate) fn has_ended(&self) -> bool {
-        self.0.strong_count() == 0
+        let has_ended = self.0.strong_count() == 0;
+        // What the other thread did before comes before what follows here.
+        fence(Ordering::Acquire);
+        has_ended
     }
 }
 

@@ -34,7 +34,8 @@ struct Prepared {
     thread: (String, Box<dyn FnOnce() + Send>),
 }
 
-/// Opens the session that an OPEN frame asks for. `opening` counts the client until ranks have attached the session's memory.
+/// Opens the session that an OPEN frame asks for. `opening` counts the client until its session counts among all sessions: ranks may take
+/// minutes to attach the memory, and other clients may connect meanwhile.
 ///
 /// # Errors
 /// The sentence with which the session is refused.
@@ -50,10 +51,10 @@ pub(crate) fn open(
         _ => prepare_host(shared, socket, opener, payload)?,
     };
     shared.registry.add(&shared.config.limits, &session)?;
+    *opening = None;
     shared.steps.memory_opened(Box::new(session.clone()));
     let attached = session.session().wait_attached(|| cause_of(shared.steps.state()));
     let started = attached.and_then(|()| {
-        *opening = None;
         socket::send(socket, frame.0, &frame.1)
             .and_then(|()| socket::send_region(socket, &region))
             .and_then(|()| socket.set_read_timeout(None))

@@ -14,7 +14,7 @@ use crate::client::SessionError;
 /// `copies/copies.cu`, compiled by `scripts/session_ptx.sh`; ends with a zero byte.
 const PTX: &str = concat!(include_str!("copies/copies.ptx"), "\0");
 const THREADS: u32 = 256;
-/// Each block of `expertd_take` reads the completion word over PCIe, so that few blocks are faster than many.
+/// About as many as there are multiprocessors.
 const MOST_BLOCKS: u64 = 128;
 /// Bytes that a thread copies at once.
 const UNIT: u64 = 16;
@@ -64,6 +64,8 @@ pub(super) struct Put {
 pub(super) struct Take {
     /// The completion word.
     pub(super) word: CUdeviceptr,
+    /// Two words of the lane, as [`Copies::arrivals`] gives them.
+    pub(super) arrivals: CUdeviceptr,
     /// Bits of what an output that does not exist is filled with.
     pub(super) nan: u32,
     pub(super) output_place: CUdeviceptr,
@@ -87,6 +89,8 @@ pub(super) struct Copies {
     module: CUmodule,
     put: CUfunction,
     take: CUfunction,
+    /// Two words for each lane, which `expertd_take` leaves as it found the first of them: zero.
+    arrivals: CUdeviceptr,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -95,21 +99,33 @@ unsafe impl Send for Copies {}
 unsafe impl Sync for Copies {}
 
 impl Copies {
-    /// Compiles the kernels for a GPU.
-    pub(super) fn load(gpu: &Arc<Gpu>) -> Result<Self, SessionError> {
+    /// Compiles the kernels for a GPU. Each of `lanes` lanes has one call at a time.
+    pub(super) fn load(gpu: &Arc<Gpu>, lanes: u32) -> Result<Self, SessionError> {
         let _entered = gpu.enter()?;
         let mut copies = Copies {
             gpu: Arc::clone(gpu),
             module: ptr::null_mut(),
             put: ptr::null_mut(),
             take: ptr::null_mut(),
+            arrivals: 0,
         };
         // SAFETY: PTX ends with a zero byte; the module is unloaded once, in drop.
         let loaded = unsafe { sys::cuModuleLoadData(&raw mut copies.module, PTX.as_ptr().cast()) };
         check("cuModuleLoadData", loaded)?;
         copies.put = copies.function(c"expertd_put")?;
         copies.take = copies.function(c"expertd_take")?;
+        let words = 2 * lanes.max(1) as usize;
+        // SAFETY: the argument is valid for writes, and the allocation has the words. It is freed once, in drop.
+        unsafe {
+            check("cuMemAlloc", sys::cuMemAlloc_v2(&raw mut copies.arrivals, words * size_of::<u32>()))?;
+            check("cuMemsetD32", sys::cuMemsetD32_v2(copies.arrivals, 0, words))?;
+        }
         Ok(copies)
+    }
+
+    /// The words with which the blocks of a lane's `expertd_take` find out which of them is done last.
+    pub(super) fn arrivals(&self, lane: u32) -> CUdeviceptr {
+        self.arrivals + u64::from(lane) * 2 * size_of::<u32>() as u64
     }
 
     fn function(&self, name: &CStr) -> Result<CUfunction, SessionError> {
@@ -151,8 +167,11 @@ impl Copies {
 impl Drop for Copies {
     fn drop(&mut self) {
         if let Ok(_entered) = self.gpu.enter() {
-            // SAFETY: unloaded once, after the work that uses it. A module that was not loaded is null.
-            let _ = unsafe { (sys::cuCtxSynchronize(), sys::cuModuleUnload(self.module)) };
+            // SAFETY: freed and unloaded once, after the work that uses them. Memory that was not allocated is 0, a module that was not
+            // loaded null.
+            let _ = unsafe {
+                (sys::cuCtxSynchronize(), sys::cuMemFree_v2(self.arrivals), sys::cuModuleUnload(self.module))
+            };
         }
     }
 }

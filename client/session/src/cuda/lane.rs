@@ -87,7 +87,7 @@ impl Lane {
     /// # Errors
     /// The driver's error.
     pub fn all(session: &Arc<CudaSession>) -> Result<Vec<Lane>, SessionError> {
-        let copies = Arc::new(Copies::load(session.gpu())?);
+        let copies = Arc::new(Copies::load(session.gpu(), session.doorbells())?);
         let _entered = session.gpu().enter()?;
         let lane = |doorbell| {
             let mut event = ptr::null_mut();
@@ -210,6 +210,7 @@ impl Lane {
         };
         let mut take = Take {
             word: places.word,
+            arrivals: self.copies.arrivals(self.doorbell),
             nan: not_a_number(call.dtype()),
             output_place: places.output,
             output: arrays.output + before,

@@ -92,24 +92,26 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Starts the processes of a generation. They load concurrently; [`poll`](Self::poll) follows their progress.
+    /// Starts the processes of a generation. They load concurrently; [`poll`](Self::poll) follows their progress. If one of them cannot be
+    /// started, the others are in `formed` nevertheless, to be [ended](Self::end).
     ///
     /// # Errors
     /// If shared memory cannot be created or a process cannot be started.
     pub(crate) fn form(
+        formed: &mut Option<Group>,
         config: &Arc<ClusterConfig>,
         generation: Generation,
         weights: &WeightSet,
         bell: &RouterBell,
         row_counts: &RowCounts,
-    ) -> Result<Self, FormError> {
+    ) -> Result<(), FormError> {
         let channel = RouterChannel::create(&config.shape)?;
         let windows = config
             .windows
             .map(|make| make(&rank_setup(config, generation, weights, row_counts.shape(), Rank(0))));
         let windows = windows.transpose().map_err(FormError::Windows)?;
         let (sender, events) = mpsc::channel();
-        let mut group = Group {
+        let group = formed.insert(Group {
             config: Arc::clone(config),
             generation,
             channel,
@@ -127,7 +129,7 @@ impl Group {
             attach_answers: VecDeque::new(),
             usage_changed: false,
             windows,
-        };
+        });
         for rank in 0..config.shape.ranks {
             progress::tick();
             let rank = Rank(rank);
@@ -144,7 +146,7 @@ impl Group {
             };
             group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
         }
-        Ok(group)
+        Ok(())
     }
 
     fn spawn(

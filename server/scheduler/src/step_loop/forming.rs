@@ -175,10 +175,12 @@ impl StepLoop {
         self.actions.push_front(Action::Launch { step: id });
     }
 
-    /// Whether a request must not end yet: a step in flight names it. While ranks are being ended, only memory that callers lend still
-    /// matters: ranks may read and write it until they are gone.
+    /// Whether a request must not end yet: a step in flight names it. While ranks are being ended, memory that callers lend still
+    /// matters, which ranks may read and write until they are gone, and a request that was alone in its step: it is the one that ended
+    /// them.
     fn is_held(&self, request: &Request) -> bool {
-        request.is_in_step() && (request.in_place || !self.is_leaving())
+        let was_alone = || self.in_flight.front().is_some_and(|step| step.is_alone);
+        request.is_in_step() && (request.in_place || !self.is_leaving() || was_alone())
     }
 
     /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. One that is held fails when its

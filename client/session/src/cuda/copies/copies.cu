@@ -46,7 +46,10 @@ struct Put {
 };
 
 struct Take {
+    // In host memory.
     const volatile u32* word;
+    // In the GPU's memory: the number of blocks that have copied, which is 0 between calls, and the word that the first block read.
+    u32* arrivals;
     // Two bf16 or f16, or one f32.
     u32 nan;
     const char* output_place;
@@ -125,35 +128,47 @@ __device__ u16 repeated(u32 nan, u16) { return u16(nan); }
 
 // A unit does not cross the end of a row.
 template <class Unit>
-__device__ void take(const Take& call, bool is_done, u64 first, u64 stride) {
+__device__ void take(const Take& call, bool exists, u64 first, u64 stride) {
 #pragma unroll 1
     for (u64 at = first; at < call.output_bytes / sizeof(Unit); at += stride) {
-        const bool exists = is_done && (call.masks.data == nullptr || row_is_finite(call.masks, at * sizeof(Unit) / call.row_bytes));
         Unit value = repeated(call.nan, Unit());
-        if (exists) value = reinterpret_cast<const Unit*>(call.output_place)[at];
+        if (exists && (call.masks.data == nullptr || row_is_finite(call.masks, at * sizeof(Unit) / call.row_bytes))) {
+            value = reinterpret_cast<const Unit*>(call.output_place)[at];
+        }
         reinterpret_cast<Unit*>(call.output)[at] = value;
     }
 }
 
-extern "C" __global__ void expertd_take(const Take call) {
-    // One thread of a block reads the completion word, which is in host memory.
-    __shared__ u32 shared_word;
-    if (threadIdx.x == 0) shared_word = *call.word;
-    __syncthreads();
-    const bool is_done = shared_word == DONE;
-    const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-    const u64 stride = u64(gridDim.x) * blockDim.x;
+__device__ void take_output(const Take& call, bool exists, u64 first, u64 stride) {
     // f32 elements are aligned to 4 bytes, others to 2.
     if (fits(call.output_place, call.output, call.row_bytes, sizeof(uint4))) {
-        take<uint4>(call, is_done, first, stride);
+        take<uint4>(call, exists, first, stride);
     } else if (fits(call.output_place, call.output, call.row_bytes, sizeof(u32))) {
-        take<u32>(call, is_done, first, stride);
+        take<u32>(call, exists, first, stride);
     } else {
-        take<u16>(call, is_done, first, stride);
+        take<u16>(call, exists, first, stride);
     }
+}
+
+// Reads of the completion word take about 1 us each, one after the other, because it is in host memory. So the first block reads it while
+// all blocks copy, and the block that is done last replaces the output by NaN if the call failed.
+extern "C" __global__ void expertd_take(const Take call) {
+    __shared__ bool is_last;
+    if (blockIdx.x == 0 && threadIdx.x == 0) call.arrivals[1] = *call.word;
+    const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    const u64 stride = u64(gridDim.x) * blockDim.x;
+    take_output(call, true, first, stride);
 #pragma unroll 1
     for (u64 at = first; at < call.routed; at += stride) {
         call.ids[at] = call.ids_place[at];
         call.weights[at] = call.weights_place[at];
     }
+    __threadfence();
+    __syncthreads();
+    // Wraps to 0 with the last block.
+    if (threadIdx.x == 0) is_last = atomicInc(call.arrivals, gridDim.x - 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (*static_cast<const volatile u32*>(call.arrivals + 1) != DONE) take_output(call, false, threadIdx.x, blockDim.x);
 }

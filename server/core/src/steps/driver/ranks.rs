@@ -83,9 +83,8 @@ impl Ranks for Processes {
         let set = self.sets.iter().find(|set| set.version == version);
         let set = set.ok_or_else(|| failed(format!("weight version {version} is not in memory")))?;
         let (cluster, shared) = (&self.cluster, &self.shared);
-        let group = Group::form(cluster, generation, set, &shared.bell, &shared.row_counts)
+        Group::form(&mut self.group, cluster, generation, set, &shared.bell, &shared.row_counts)
             .map_err(|error| failed(error.to_string()))?;
-        self.group = Some(group);
         self.show_ranks();
         Ok(())
     }

@@ -1,4 +1,4 @@
-"""Settings of the plugin. They come from the environment, because vLLM passes no arguments to plugins."""
+"""Settings of the plugins. They come from the environment, because engines pass no arguments to plugins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Settings:
         address: the service, `HOST:PORT` or `unix:/PATH`, or several separated by commas (`EXPERTD_ADDRESS`).
         credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
         check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
-        any_version: accept versions of vLLM that were not tried (`EXPERTD_VLLM_ANY_VERSION`, by default 0).
+        any_version: accept versions of the engine that were not tried (`EXPERTD_VLLM_ANY_VERSION`, `EXPERTD_SGLANG_ANY_VERSION`, by default 0).
         session: None, "host" or "cuda": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
         follow_weights: go on when the service moves to other weights (`EXPERTD_FOLLOW_WEIGHTS`, by default 0).
     """
@@ -36,8 +36,8 @@ class Settings:
     follow_weights: bool = False
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
-        """The settings; None if `EXPERTD_ADDRESS` is not set or empty."""
+    def from_environment(cls, environment: Mapping[str, str] = os.environ, engine: str = "vLLM") -> Settings | None:
+        """The settings for an engine; None if `EXPERTD_ADDRESS` is not set or empty."""
         address = environment.get("EXPERTD_ADDRESS", "")
         if not address:
             return None
@@ -50,7 +50,7 @@ class Settings:
             address,
             Credentials(**given) if any(given.values()) else None,
             _flag(environment, "EXPERTD_CHECK_WEIGHTS", True),
-            _flag(environment, "EXPERTD_VLLM_ANY_VERSION", False),
+            _flag(environment, f"EXPERTD_{engine.upper()}_ANY_VERSION", False),
             session,
             _flag(environment, "EXPERTD_FOLLOW_WEIGHTS", False),
         )

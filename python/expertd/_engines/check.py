@@ -1,0 +1,84 @@
+"""Whether a service holds an engine's model, and which tensors of a checkpoint its experts are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .._errors import ModelMismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .._native import Model, MoeLayer
+
+_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?experts\.")
+
+
+def is_expert_tensor(name: str, layers: set[int]) -> bool:
+    """Whether a checkpoint's tensor belongs to routed experts of one of these layers. Biases of gates do not."""
+    match = _EXPERT.search(name)
+    return match is not None and int(match[1]) in layers and not name.endswith("e_score_correction_bias")
+
+
+def refuse(features: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises UnsupportedError for the first feature in use; each has a flag for its use and the reason why remote experts exclude it."""
+    for feature, (wanted, reason) in features.items():
+        if wanted:
+            raise UnsupportedError(f"{feature} {reason}; turn it off, or unset EXPERTD_ADDRESS")
+
+
+def check_model(engine: str, families: set[str], hidden: int, served: Model) -> None:
+    """Compares family and hidden size with those of the service's model."""
+    if served.family not in families:
+        raise ModelMismatchError(
+            f"the service's model is of the family {served.family}, and {engine}'s of {' or '.join(sorted(families))}; connect to a "
+            "service that holds the same checkpoint"
+        )
+    if served.hidden != hidden:
+        raise ModelMismatchError(
+            f"the service's model has hidden size {served.hidden}, and {engine}'s {hidden}; connect to a service that holds the "
+            "same checkpoint"
+        )
+
+
+def check_layer(
+    engine: str,
+    name: str,
+    number: int,
+    dimensions: Mapping[str, int],
+    fused_shared_experts: int,
+    served: Model,
+) -> MoeLayer:
+    """Compares one layer with the service's, which is returned.
+
+    `dimensions` has the engine's values of `num_experts`, `top_k`, `expert_width` and `hidden size`.
+    """
+    theirs = next((layer for layer in served.moe_layers if layer.layer == number), None)
+    if theirs is None:
+        raise ModelMismatchError(
+            f"{engine}'s model has an MoE layer {number} ({name}), and the service has MoE layers "
+            f"{[layer.layer for layer in served.moe_layers]}; connect to a service that holds the same checkpoint"
+        )
+    for field, mine in dimensions.items():
+        other = served.hidden if field == "hidden size" else getattr(theirs, field)
+        if mine != other:
+            raise ModelMismatchError(
+                f"{name} has {field} {mine}, and layer {number} of the service has {other}; connect to a service that "
+                "holds the same checkpoint"
+            )
+    if fused_shared_experts:
+        raise UnsupportedError(
+            f"{name} computes {fused_shared_experts} shared experts together with the routed ones, which remote experts do "
+            "not support; turn that fusion off, or unset EXPERTD_ADDRESS"
+        )
+    return theirs
+
+
+def check_layers(engine: str, layers: set[int], served: Model) -> None:
+    """Compares the numbers of all MoE layers, once the engine has built its model."""
+    theirs = {layer.layer for layer in served.moe_layers}
+    if layers != theirs:
+        raise ModelMismatchError(
+            f"the service has MoE layers {sorted(theirs)}, and {engine}'s model has {sorted(layers)} whose experts can be remote; "
+            "connect to a service that holds the same checkpoint, or unset EXPERTD_ADDRESS"
+        )

@@ -1,0 +1,45 @@
+"""The connections of a process, for the layers of a model that an engine has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .._torch import Remote
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .._types import GraphFailure
+
+# In the order in which they were made. An engine loads one model, so the number of its connection is 0 in every process, and
+# compiled graphs, which contain the number, can be kept on disk.
+_connections: list[tuple[Settings, Remote]] = []
+
+
+def connect(settings: Settings, guard: Callable[[Callable[[], None]], bool]) -> tuple[int, Remote]:
+    """The number and the connection for these settings, made at the first call.
+
+    With a CUDA session `guard(verify)` has the results of the engine's steps checked before they are given out. If it cannot do that and
+    returns False, the process ends when a call fails in a CUDA graph.
+    """
+    for number, (known, remote) in enumerate(_connections):
+        if known == settings:
+            return number, remote
+    is_guarded = settings.session == "cuda" and guard(verify)
+    on_graph_failure: GraphFailure = "raise" if is_guarded else "abort"
+    remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
+    if is_guarded:
+        remote.end_with_session()
+    _connections.append((settings, remote))
+    return len(_connections) - 1, _connections[-1][1]
+
+
+def connection(number: int) -> Remote:
+    """The connection with this number."""
+    return _connections[number][1]
+
+
+def verify() -> None:
+    """Raises the exception of a call that failed in this process, each time."""
+    for _, remote in _connections:
+        remote.verify()

@@ -1,0 +1,55 @@
+"""transformers' own ways in: `experts_implementation="expertd"`, and continuous batching."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from conftest_hf import expert_parameters, greedy, prompts  # noqa: E402
+
+import expertd  # noqa: E402
+from expertd.transformers import remote_experts  # noqa: E402
+
+load = transformers.AutoModelForCausalLM.from_pretrained
+
+
+def test_a_name_of_transformers_stands_for_the_service_at_expertd_address(served, monkeypatch):
+    folder, service = served("qwen3_moe")
+    local = load(folder, dtype=torch.float32)
+    monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
+    with pytest.raises(expertd.UnsupportedError, match="set EXPERTD_ADDRESS"):
+        load(folder, experts_implementation="expertd")
+    monkeypatch.setenv("EXPERTD_ADDRESS", service.address)
+    remote = load(folder, dtype=torch.float32, experts_implementation="expertd")
+    assert not expert_parameters(remote)
+    ids, mask = prompts(4)
+    assert torch.equal(greedy(remote, ids, mask), greedy(local, ids, mask))
+    # Without the name the variable alone changes nothing.
+    assert expert_parameters(load(folder))
+
+
+def test_experts_that_are_here_already_do_not_become_remote(served):
+    folder, _ = served("qwen3_moe")
+    local = load(folder, dtype=torch.float32)
+    local.set_experts_implementation("expertd")
+    ids, mask = prompts(1)
+    with pytest.raises(expertd.UnsupportedError, match="holds its weights in this process"):
+        local(input_ids=ids, attention_mask=mask)
+
+
+def test_continuous_batching_gives_the_tokens_of_the_local_model(served):
+    folder, service = served("qwen3_moe")
+    local = load(folder, dtype=torch.float32)
+    with remote_experts(service.address):
+        remote = load(folder, dtype=torch.float32)
+    inputs = [torch.randint(3, local.config.vocab_size, (length,)).tolist() for length in (3, 9, 17, 5)]
+    configuration = pytest.importorskip("transformers.generation.configuration_utils")
+    # Without limits a cache takes most of the memory.
+    small = configuration.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answers = []
+    for model in (local, remote):
+        found = model.generate_batch(inputs, generation_config=config, continuous_batching_config=small)
+        answers.append([found[key].generated_tokens for key in sorted(found)])
+    assert [len(tokens) for tokens in answers[0]] == [12] * len(inputs)
+    assert answers[1] == answers[0]
