@@ -1,5 +1,5 @@
-//! The client of expertd: calls, streams, retries, TLS and tokens, several services as one ([`fleet`]), and, with feature
-//! `session`, clients that share memory with a service on their host.
+//! The client of expertd: calls, streams, retries, TLS and tokens, several services as one ([`fleet`]), and, with
+//! features `session` and `network`, clients that share memory with a service on their host or write into its memory from another one.
 //!
 //! ```no_run
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -18,6 +18,8 @@ use std::time::Duration;
 mod client;
 pub mod fleet;
 mod loss;
+#[cfg(feature = "network")]
+pub mod network;
 mod retry;
 #[cfg(feature = "session")]
 pub mod session;

@@ -31,7 +31,14 @@ impl SessionClient {
     /// # Errors
     /// As [`Session::open`], and if the service sent bytes that are no model.
     pub fn open(address: &str, options: &SessionOptions) -> Result<Self, SessionError> {
-        let session = Session::open(address, options)?;
+        Self::over(Session::open(address, options)?)
+    }
+
+    /// The client of an open session.
+    ///
+    /// # Errors
+    /// If the service sent bytes that are no model.
+    pub fn over(session: Session) -> Result<Self, SessionError> {
         let model = GetModelResponse::decode(session.model())
             .map_err(|error| SessionError::Protocol(format!("a model that cannot be decoded: {error}")))?;
         Ok(SessionClient { session, model })
@@ -208,7 +215,8 @@ pub fn status(error: SessionError) -> Status {
         SessionError::OtherProcess { .. }
         | SessionError::NoDriver
         | SessionError::Driver { .. }
-        | SessionError::Device(_) => Status::failed_precondition(text),
+        | SessionError::Device(_)
+        | SessionError::Network(_) => Status::failed_precondition(text),
         SessionError::Protocol(_) | SessionError::Memory(_) | SessionError::Ring(_) => Status::internal(text),
     }
 }

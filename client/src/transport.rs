@@ -13,6 +13,8 @@ mod credentials;
 pub(crate) use apart::RowsApart;
 pub use channel::Channel;
 pub use credentials::Credentials;
+#[cfg(feature = "network")]
+pub(crate) use credentials::is_beyond_loopback;
 
 /// An error that prevents a connection.
 #[derive(Debug, thiserror::Error)]

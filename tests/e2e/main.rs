@@ -13,6 +13,7 @@ mod gpu;
 mod gpu_placement;
 mod held;
 mod layers;
+mod network;
 mod reload;
 mod reload_checks;
 mod replacing;

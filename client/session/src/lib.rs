@@ -35,6 +35,6 @@ pub mod wire;
 
 pub use client::{
     Answer, Buffer, Call, GivenRouting, PendingCall, Receipt, Session, SessionError, SessionOptions,
-    check_weights, fetch_model,
+    SessionParts, check_weights, fetch_model,
 };
 pub use expertd_types::DType;

@@ -106,7 +106,7 @@ impl Credentials {
 }
 
 /// Whether bytes to the address can leave this host. A name may mean any host, except `localhost`.
-fn is_beyond_loopback(address: &str) -> bool {
+pub(crate) fn is_beyond_loopback(address: &str) -> bool {
     if address.starts_with("unix:") {
         return false;
     }

@@ -9,11 +9,13 @@ use serde_json::json;
 use crate::cores::{available_cores, numa_nodes, usable};
 use expertd_compute::linalg::SimdLevel;
 use expertd_ipc::control::DeviceKind;
+use expertd_network::TRIED;
 use expertd_rank::share::available_memory;
 use expertd_rank_cuda::{self as gpu, Check};
 use expertd_shm::SharedRegion;
 
 use crate::mps;
+use crate::network_agent::probe_in_child_process;
 
 /// Smallest amount of available memory, in bytes, that the check accepts.
 const MIN_MEMORY: u64 = 2 << 30;
@@ -36,6 +38,7 @@ pub struct DoctorArgs {
 pub fn run(args: &DoctorArgs) -> ExitCode {
     let (cpu, mut cuda) = (cpu_checks(), gpu::probe());
     cuda.push(mps::check());
+    let network = [network_check()];
     let can_run = |checks: &[Check]| checks.iter().all(|check| check.ok || check.optional);
     let (cpu_runs, cuda_runs) = (can_run(&cpu), can_run(&cuda));
     if args.json {
@@ -53,11 +56,13 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
             json!({
                 "cpu": { "ok": cpu_runs, "gates": list(&cpu) },
                 "cuda": { "ok": cuda_runs, "gates": list(&cuda) },
+                "network": { "ok": can_run(&network), "gates": list(&network) },
             })
         );
     } else {
         print!("{}", section("ranks on the CPU (--device cpu)", &cpu, cpu_runs));
         print!("{}", section("ranks on GPUs (--device cuda)", &cuda, cuda_runs));
+        print!("{}", section("network sessions (--network-listen)", &network, can_run(&network)));
     }
     let ok = match args.device {
         Some(DeviceKind::Cpu) => cpu_runs,
@@ -134,6 +139,18 @@ fn cpu_checks() -> Vec<Check> {
             .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; it only saves some TLB misses")
             .optional(),
     ]
+}
+
+/// What sessions of clients on other hosts need.
+fn network_check() -> Check {
+    let needed = format!("NIXL {}, of which only its UCX plugin is used", TRIED.join(" or "));
+    match probe_in_child_process(None) {
+        Ok(found) => Check::new("NIXL", true, found, &needed),
+        Err(error) => {
+            let (found, way_out) = error.split_once("; ").unwrap_or((&error, ""));
+            Check::failed("NIXL", found.to_owned(), &needed, way_out)
+        }
+    }
 }
 
 /// Describes how shared memory uses huge pages; returns whether it can use them.

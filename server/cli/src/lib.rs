@@ -16,6 +16,7 @@ pub mod inspect;
 pub mod inventory;
 pub mod loader;
 mod mps;
+pub mod network_agent;
 pub mod rank;
 pub mod rebalance;
 pub mod reload;
@@ -83,6 +84,9 @@ enum Command {
     /// Pack the weights of one expert rank (internal; started by `serve`)
     #[command(hide = true)]
     Loader(loader::LoaderArgs),
+    /// Serve one network session (internal; started by `serve`)
+    #[command(hide = true)]
+    NetworkAgent(network_agent::AgentArgs),
     /// Print what this machine's GPUs and its NCCL can do (internal; started by `serve`)
     #[command(hide = true)]
     Inventory,
@@ -106,6 +110,10 @@ pub fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(serve::exit::USAGE));
         }
     };
+    // An agent limits what its threads may open, and starts none before.
+    if let Command::NetworkAgent(args) = &cli.command {
+        return network_agent::run(args);
+    }
     set_build(BUILD);
     // The tables of these commands share the terminal with the log.
     let default = if matches!(cli.command, Command::Demo(_) | Command::Bench(_)) { "warn" } else { "info" };
@@ -134,6 +142,7 @@ pub fn main() -> ExitCode {
         Command::Rebalance(args) => block_on("rebalance", rebalance::run(args)),
         Command::Rank(args) => rank::run(&args),
         Command::Loader(args) => loader::run(&args),
+        Command::NetworkAgent(args) => network_agent::run(&args),
         Command::Inventory => inventory::run(),
     };
     flush_logs();

@@ -17,6 +17,8 @@ use crate::registry::SessionRegistry;
 use crate::session::Opener;
 use crate::shared::{Opening, Shared};
 
+/// How long one write to a client's socket may take.
+pub(crate) const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client may take to open a session after it has connected.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -55,6 +57,31 @@ impl Drop for EndedSession {
         ));
         self.steps.memory_ended(self.session.id());
         self.registry.remove(self.session.number());
+    }
+}
+
+/// Starts the thread that serves a client's socket. `opening` counts the client.
+pub(crate) fn serve_apart(shared: &Arc<Shared>, socket: UnixStream, opener: Opener, opening: Opening) {
+    let connected = shared.connected_again();
+    let (user, mut opening) = (opener.user, Some(opening));
+    let thread = std::thread::Builder::new().name("session".to_owned());
+    let started = thread.spawn(move || {
+        let served = serve(connected.shared(), &socket, opener, &mut opening);
+        // A client that keeps its socket does not delay the end of the service.
+        drop(connected);
+        match served {
+            Ok(Some(ended)) => ended.wait_for_client(socket),
+            Ok(None) => drop(socket),
+            Err(error) => {
+                tracing::debug!(user, %error, "the socket of a client broke");
+                drop(socket);
+            }
+        }
+        // A client counts until its socket is closed, which can take as long as it likes.
+        drop(opening);
+    });
+    if let Err(error) = started {
+        tracing::warn!(%error, "cannot start the thread of a session");
     }
 }
 

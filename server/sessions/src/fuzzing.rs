@@ -76,7 +76,7 @@ pub(super) const fn opener() -> Opener {
 /// What the threads of connections share.
 pub(super) fn shared(echo: Arc<Echo>, registry: &Arc<SessionRegistry>) -> Arc<Shared> {
     let config = SessionConfig {
-        listen: "/fuzz.sock".into(),
+        listen: None,
         users: vec![0],
         limits: LIMITS,
         spin: Duration::ZERO,

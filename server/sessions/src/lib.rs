@@ -5,6 +5,7 @@
 //! * `session`: what both kinds of sessions have in common; `host`: rows lie in host memory; `cuda`: rows lie in the memory of the client's
 //!   GPU; `open`: a session of either kind.
 //! * `call`: a call that the step loop has; `completion`: what the client reads of its end.
+//! * `network`: sessions of clients on other hosts, each with an agent process that is its client here.
 //! * `registry`: the open sessions; `limits`: how many there may be; `release`: the pages of ended sessions are freed.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
@@ -20,6 +21,7 @@ pub mod fuzzing;
 mod host;
 mod limits;
 mod listener;
+mod network;
 mod open;
 mod opening;
 mod registry;
@@ -29,4 +31,5 @@ mod shared;
 
 pub use limits::{MAX_OPENING, SessionLimits};
 pub use listener::SessionServer;
+pub use network::{AgentGuard, NetworkAgent, NetworkConfig, NetworkRequest, NetworkSessions};
 pub use shared::{DescribeModel, SessionConfig};

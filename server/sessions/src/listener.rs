@@ -3,6 +3,8 @@
 //! A session has two threads: one reads its socket, whose end is the session's end, and one takes requests out of its
 //! memory.
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +18,8 @@ use expertd_telemetry::progress;
 use std::os::unix::net::UnixStream;
 use tokio_util::sync::CancellationToken;
 
-use crate::connection::serve;
+use crate::connection::{SOCKET_TIMEOUT, serve_apart};
+use crate::network::{NetworkConfig, NetworkSessions};
 use crate::registry::SessionRegistry;
 use crate::session::Opener;
 use crate::shared::{DescribeModel, SessionConfig, Shared};
@@ -25,14 +28,13 @@ use crate::shared::{DescribeModel, SessionConfig, Shared};
 const OWN_MODE: u32 = 0o600;
 /// Mode of the socket where other users may; their credentials are checked.
 const SHARED_MODE: u32 = 0o666;
-/// How long one write to a client's socket may take.
-const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the ends of sessions are waited for when the service stops.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The bound session socket.
 pub struct SessionServer {
-    listener: UnixSocket,
+    /// `None` if only clients on other hosts open sessions.
+    listener: Option<UnixSocket>,
     shared: Arc<Shared>,
 }
 
@@ -46,16 +48,20 @@ impl SessionServer {
         service: Arc<Service>,
         describe: DescribeModel,
     ) -> Result<SessionServer, BindError> {
-        let own = rustix::process::geteuid().as_raw();
-        let mode = if config.users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
-        let listener = UnixSocket::bind(&config.listen, mode)?;
-        if let Err(error) = allow_passed_descriptors(listener.listener(), false) {
-            tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
-        }
+        let listener = match &config.listen {
+            Some(path) => Some(listen(path, &config.users)?),
+            None => None,
+        };
         let registry = Arc::<SessionRegistry>::default();
         let listed = Arc::clone(&registry);
         service.list_sessions_with(move || listed.status());
         Ok(SessionServer { listener, shared: Arc::new(Shared::new(config, service, registry, describe)) })
+    }
+
+    /// Opens sessions for clients on other hosts.
+    #[must_use]
+    pub fn network(&self, config: NetworkConfig) -> NetworkSessions {
+        NetworkSessions::new(Arc::clone(&self.shared), config)
     }
 
     /// Serves sessions until `shutdown`, then ends those that are open.
@@ -67,8 +73,8 @@ impl SessionServer {
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(progress::TICK) => {}
-                accepted = self.listener.accept(), if may_accept => match accepted {
-                    Ok((stream, _)) => connected(&self.shared, stream),
+                accepted = accept(self.listener.as_mut()), if may_accept => match accepted {
+                    Ok(stream) => connected(&self.shared, stream),
                     Err(error) => {
                         tracing::debug!(%error, "could not accept a session");
                         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -91,6 +97,25 @@ impl SessionServer {
     }
 }
 
+/// Binds the session socket for these users.
+fn listen(path: &Path, users: &[u32]) -> Result<UnixSocket, BindError> {
+    let own = rustix::process::geteuid().as_raw();
+    let mode = if users.iter().all(|&user| user == own) { OWN_MODE } else { SHARED_MODE };
+    let listener = UnixSocket::bind(path, mode)?;
+    if let Err(error) = allow_passed_descriptors(listener.listener(), false) {
+        tracing::debug!(%error, "this kernel lets clients of a socket pass descriptors");
+    }
+    Ok(listener)
+}
+
+/// The next connection to the socket, if there is one.
+async fn accept(listener: Option<&mut UnixSocket>) -> io::Result<tokio::net::UnixStream> {
+    match listener {
+        Some(listener) => Ok(listener.accept().await?.0),
+        None => std::future::pending().await,
+    }
+}
+
 /// Starts the thread of a connection, or turns it away.
 fn connected(shared: &Arc<Shared>, stream: tokio::net::UnixStream) {
     let peer = stream.peer_cred();
@@ -104,39 +129,20 @@ fn connected(shared: &Arc<Shared>, stream: tokio::net::UnixStream) {
     if let Err(text) = shared.check_user(user) {
         return turn_away(shared, socket, "user", &text);
     }
-    let mut opening = match shared.begin_opening(user) {
-        Ok(opening) => Some(opening),
+    let opening = match shared.begin_opening(user) {
+        Ok(opening) => opening,
         Err(text) => return turn_away(shared, socket, "limit", &text),
     };
     // Only clients of CUDA sessions pass a descriptor.
     if shared.steps.device() == DeviceKind::Cuda {
         let _ = allow_passed_descriptors(&socket, true);
     }
-    let connected = shared.connected_again();
     let opener = Opener {
         user,
         pid: peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0),
         client: client_key(&format!("uid:{user}")),
     };
-    let thread = std::thread::Builder::new().name("session".to_owned());
-    let started = thread.spawn(move || {
-        let served = serve(connected.shared(), &socket, opener, &mut opening);
-        // A client that keeps its socket does not delay the end of the service.
-        drop(connected);
-        match served {
-            Ok(Some(ended)) => ended.wait_for_client(socket),
-            Ok(None) => drop(socket),
-            Err(error) => {
-                tracing::debug!(user, %error, "the socket of a client broke");
-                drop(socket);
-            }
-        }
-        // A client counts until its socket is closed, which can take as long as it likes.
-        drop(opening);
-    });
-    if let Err(error) = started {
-        tracing::warn!(%error, "cannot start the thread of a session");
-    }
+    serve_apart(shared, socket, opener, opening);
 }
 
 /// Tells a client why it is turned away, and closes its socket on a thread of its own.

@@ -276,7 +276,7 @@ mod tests {
     #[test]
     fn a_client_passes_exactly_one_descriptor() {
         let config = SessionConfig {
-            listen: "/unused".into(),
+            listen: None,
             users: vec![0],
             limits: SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false },
             spin: Duration::ZERO,

@@ -25,8 +25,8 @@ pub type DescribeModel = Box<dyn Fn(&Arc<ModelInfo>) -> Bytes + Send + Sync>;
 /// Where and for whom sessions are served.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// Path of the socket.
-    pub listen: PathBuf,
+    /// Path of the socket, if there is one.
+    pub listen: Option<PathBuf>,
     /// Users who may open sessions.
     pub users: Vec<u32>,
     /// How many sessions there may be.

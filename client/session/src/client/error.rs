@@ -158,6 +158,9 @@ pub enum SessionError {
     /// Memory of a GPU that cannot be used for a session.
     #[error("{0}")]
     Device(String),
+    /// A session over the network cannot be opened.
+    #[error("{0}")]
+    Network(String),
     /// The service refuses calls that were to be prepared.
     #[error("the service refuses to prepare the calls: {reason}")]
     NotPrepared {

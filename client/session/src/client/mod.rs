@@ -6,6 +6,7 @@ mod calls;
 mod error;
 mod link;
 mod opening;
+mod parts;
 
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,9 +14,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
-use expertd_shm::region::{RegionError, SharedRegion, SharedSlice};
-use expertd_shm::ring::{RingConsumer, RingProducer};
-use expertd_shm::wait::Doorbell;
+use expertd_shm::region::SharedSlice;
 
 use self::arena::Arena;
 pub use self::arena::Buffer;
@@ -24,10 +23,9 @@ use self::calls::{CallBuffers, CallTable};
 pub use self::error::{SessionError, check_weights};
 pub(crate) use self::link::Link;
 pub(crate) use self::opening::Opening;
+pub use self::parts::SessionParts;
 use crate::socket;
-use crate::wire::{
-    CompletionRecord, KIND_HOST, MAX_SERVICE_FRAME, Open, Opened, RegionLayout, RequestRecord, VERSION, frame,
-};
+use crate::wire::{CompletionRecord, MAX_SERVICE_FRAME, Opened, RequestRecord, frame};
 
 /// How a session is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -147,51 +145,25 @@ impl Session {
     /// # Errors
     /// If the service cannot be reached, refuses the session, or sends what is no session of this protocol.
     pub fn open(address: &str, options: &SessionOptions) -> Result<Session, SessionError> {
-        Session::begin(Opening::connect(address, options.timeout)?, options)
+        let parts = SessionParts::begin(Opening::connect(address, options.timeout)?, options)?;
+        Session::of(parts, address, options)
     }
 
-    fn begin(mut opening: Opening<'_>, options: &SessionOptions) -> Result<Session, SessionError> {
-        let open = Open {
-            version: VERSION,
-            kind: KIND_HOST,
-            rows_bytes: options.rows_bytes as u64,
-            calls: options.calls,
-            reserved: 0,
-        };
-        opening.send(frame::GET_MODEL, &[]);
-        opening.send(frame::OPEN, bytemuck::bytes_of(&open));
-        let model = opening.expect(frame::MODEL, "MODEL")?;
-        let opened: Opened = opening.expect_record(frame::OPENED, "OPENED")?;
-        if (opened.version, opened.kind) != (VERSION, KIND_HOST) {
-            return Err(SessionError::Protocol(format!(
-                "a session of version {} and kind {}, expected version {VERSION} and kind {KIND_HOST}",
-                opened.version, opened.kind
-            )));
-        }
-        let rows_bytes = usize::try_from(opened.rows_bytes).unwrap_or(usize::MAX);
-        let layout = RegionLayout::new(opened.calls, rows_bytes)?;
-        let offsets =
-            [layout.bytes, layout.rows, layout.service_bell, layout.client_bell].map(|at| at as u64);
-        let told =
-            [opened.region_bytes, opened.rows_offset, opened.service_bell_offset, opened.client_bell_offset];
-        if offsets != told {
-            return Err(SessionError::Protocol(format!(
-                "a layout with offsets {told:?}, expected {offsets:?}; client and service must have the same version"
-            )));
-        }
-        let region = SharedRegion::from_fd(opening.receive_region()?, layout.bytes)?;
-        let bell = |offset| Ok::<_, RegionError>(Doorbell::new(region.slice(offset, 1)?));
+    /// Opens a session over a connected socket, which errors call `name`.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn over(socket: UnixStream, name: &str, options: &SessionOptions) -> Result<Session, SessionError> {
+        Session::of(SessionParts::open(socket, name, options)?, name, options)
+    }
+
+    fn of(parts: SessionParts, name: &str, options: &SessionOptions) -> Result<Session, SessionError> {
+        let SessionParts { opened, model, rows, requests, completions, service_bell, client_bell, socket } =
+            parts;
         let spin = options.spin.unwrap_or(Duration::from_micros(opened.spin_us.into()));
-        let table = Arc::new(CallTable::new(
-            RingProducer::new(layout.requests.memory(&region)?)?,
-            RingConsumer::new(layout.completions.memory(&region)?)?,
-            (bell(layout.service_bell)?, bell(layout.client_bell)?),
-            opened.calls,
-            spin,
-        ));
-        let address = opening.address();
-        let failed = |source| SessionError::Socket { address: address.to_owned(), source };
-        let socket = opening.finish()?;
+        let bells = (service_bell, client_bell);
+        let table = Arc::new(CallTable::new(requests, completions, bells, opened.calls, spin));
+        let failed = |source| SessionError::Socket { address: name.to_owned(), source };
         let (watched, of_watcher) = (socket.try_clone().map_err(failed)?, Arc::clone(&table));
         let watcher = std::thread::Builder::new()
             .name("expertd-session".to_owned())
@@ -201,8 +173,8 @@ impl Session {
             table,
             link: Arc::new(Link::new(socket)),
             watcher: Some(watcher),
-            rows: region.slice(layout.rows, layout.rows_bytes)?,
-            arena: Arc::new(Mutex::new(Arena::new(layout.rows_bytes))),
+            arena: Arc::new(Mutex::new(Arena::new(rows.len()))),
+            rows,
             model,
             opened,
         })

@@ -50,14 +50,8 @@ impl<'a> Opening<'a> {
     }
 
     /// A connection that exists.
-    #[cfg(test)]
     pub(crate) fn over(socket: UnixStream, address: &'a str, timeout: Duration) -> Self {
         Opening { socket, address, timeout, deadline: Instant::now() + timeout, unsent: None }
-    }
-
-    /// The address, as the caller gave it.
-    pub(crate) const fn address(&self) -> &'a str {
-        self.address
     }
 
     pub(crate) fn failed(&self, source: io::Error) -> SessionError {

@@ -1,5 +1,6 @@
 use std::os::fd::AsFd as _;
 
+use expertd_shm::SharedRegion;
 use expertd_shm::descriptors::send_fds;
 use expertd_types::DType;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,8 +18,7 @@ fn opened(calls: u32) -> (Session, Arc<SessionMemory>, ServiceRings, UnixStream)
     socket::send(&service, frame::MODEL, b"model").unwrap();
     socket::send(&service, frame::OPENED, bytemuck::bytes_of(&opened)).unwrap();
     socket::send_region(&service, memory.region()).unwrap();
-    let session =
-        Session::begin(Opening::over(client, "unix:/test", SECOND), &SessionOptions::default()).unwrap();
+    let session = Session::over(client, "unix:/test", &SessionOptions::default()).unwrap();
     assert_eq!((session.model(), session.hidden()), (&b"model"[..], 8));
     (session, Arc::new(memory), rings, service)
 }
@@ -276,9 +276,7 @@ fn foreign_small_and_unsealed_descriptors_are_refused() {
         socket::send(&service, frame::MODEL, b"").unwrap();
         socket::send(&service, frame::OPENED, bytemuck::bytes_of(&memory.opened(1, 0, 8))).unwrap();
         send(&service, &memory);
-        Session::begin(Opening::over(client, "unix:/test", SECOND), &SessionOptions::default())
-            .unwrap_err()
-            .to_string()
+        Session::over(client, "unix:/test", &SessionOptions::default()).unwrap_err().to_string()
     };
     let small = SharedRegion::create("small", 4096).unwrap();
     let error = open(&|socket, _| send_fds(socket, &[small.as_fd()]).unwrap());
@@ -300,8 +298,7 @@ fn foreign_small_and_unsealed_descriptors_are_refused() {
 fn a_refusal_reaches_the_caller() {
     let (client, service) = UnixStream::pair().unwrap();
     socket::send(&service, frame::REFUSED, b"version 9 is not served").unwrap();
-    let error =
-        Session::begin(Opening::over(client, "unix:/test", SECOND), &SessionOptions::default()).unwrap_err();
+    let error = Session::over(client, "unix:/test", &SessionOptions::default()).unwrap_err();
     assert!(matches!(error, SessionError::Refused { .. }), "{error}");
     let error = Session::open("127.0.0.1:1", &SessionOptions::default()).unwrap_err();
     assert!(error.to_string().contains("unix:PATH"), "{error}");
@@ -312,8 +309,7 @@ fn a_refusal_is_read_although_the_service_has_closed_the_socket() {
     let (client, service) = UnixStream::pair().unwrap();
     socket::send(&service, frame::REFUSED, b"not you").unwrap();
     drop(service);
-    let error =
-        Session::begin(Opening::over(client, "unix:/test", SECOND), &SessionOptions::default()).unwrap_err();
+    let error = Session::over(client, "unix:/test", &SessionOptions::default()).unwrap_err();
     assert!(matches!(&error, SessionError::Refused { reason } if reason == "not you"), "{error}");
 }
 

@@ -33,6 +33,8 @@ pub enum StartError {
     Access(#[from] AccessError),
     #[error(transparent)]
     Traces(#[from] TraceError),
+    #[error("network-listen: {0}")]
+    Network(String),
     #[error("{0}")]
     Descriptors(String),
     #[error("{source}{hint}", source = .0, hint = hint(is_in_use(.0)))]
@@ -63,6 +65,7 @@ impl StartError {
             | StartError::Access(_)
             | StartError::Traces(_)
             | StartError::Descriptors(_)
+            | StartError::Network(_)
             | StartError::Server(
                 ServerError::Plaintext(_) | ServerError::AdminWithoutTokens(_) | ServerError::NoAddress,
             ) => exit::USAGE,

@@ -3,6 +3,7 @@
 mod descriptors;
 mod error;
 pub(super) mod layers;
+mod network;
 pub mod plan;
 mod reload;
 mod report;

@@ -14,15 +14,17 @@ use expertd_grpc::{
     Access, AccessConfig, ConnectionTimeouts, MetricsPort, ModelDescription, Server, ServerConfig,
     ServerError,
 };
-use expertd_sessions::{SessionConfig, SessionServer};
+use expertd_sessions::{NetworkConfig, SessionConfig, SessionServer};
 use expertd_shm::wait::spin_between_steps;
 use expertd_telemetry::{flush_logs, flush_traces, install_recorder, progress, start_traces, tell};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use super::error::StartError;
+use super::network::OverNetwork;
 use super::plan::{ServePlan, SessionPlan};
 use super::{descriptors, exit, print, report};
+use crate::network_agent::probe_in_child_process;
 
 /// Time limit for connections to close after the last answer was sent.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
@@ -38,6 +40,7 @@ pub struct Prepared {
     plan: ServePlan,
     config: ServerConfig,
     sessions: Option<SessionConfig>,
+    network: Option<NetworkConfig>,
     access: Arc<Access>,
     metrics: SocketAddr,
 }
@@ -50,6 +53,7 @@ impl Prepared {
     pub fn new(plan: ServePlan) -> Result<Self, StartError> {
         let config = server_config(&plan)?;
         let sessions = session_config(&plan)?;
+        let network = network_config(&plan)?;
         let access = Arc::new(Access::load(&plan.access)?);
         config.check(&access)?;
         let metrics = metrics_address(&plan, &access)?;
@@ -59,7 +63,7 @@ impl Prepared {
                 path.display()
             );
         }
-        Ok(Prepared { plan, config, sessions, access, metrics })
+        Ok(Prepared { plan, config, sessions, network, access, metrics })
     }
 
     /// What was checked.
@@ -86,7 +90,7 @@ pub struct Running {
     access: AccessConfig,
     shutdown: CancellationToken,
     server: tokio::task::JoinHandle<Result<(), ServerError>>,
-    sessions: Option<(String, tokio::task::JoinHandle<()>)>,
+    sessions: Option<(Option<String>, tokio::task::JoinHandle<()>)>,
 }
 
 impl Running {
@@ -105,7 +109,7 @@ impl Running {
     /// # Errors
     /// If an address cannot be bound, or the scheduler cannot be started.
     pub(super) async fn bind(prepared: Prepared) -> Result<Self, StartError> {
-        let Prepared { plan, config, sessions, access, metrics } = prepared;
+        let Prepared { plan, config, sessions, network, access, metrics } = prepared;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         start_traces(plan.otlp_endpoint.as_deref())?;
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
@@ -114,7 +118,7 @@ impl Running {
         let endpoint = MetricsPort::bind(metrics, recorder, backend, access, plan.health_timeout)
             .await
             .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
-        let running = Self::listen(&service, server, endpoint, sessions)?;
+        let running = Self::listen(&service, server, endpoint, (sessions, network))?;
         Ok(Running { access: plan.access, ..running })
     }
 
@@ -128,15 +132,15 @@ impl Running {
 
     fn listen(
         service: &Arc<Service>,
-        server: Server,
+        mut server: Server,
         endpoint: MetricsPort,
-        sessions: Option<SessionConfig>,
+        (sessions, network): (Option<SessionConfig>, Option<NetworkConfig>),
     ) -> Result<Self, StartError> {
         let service = Arc::clone(service);
         let metrics = endpoint.local_address();
         let session_server = match sessions {
             Some(config) => {
-                let address = Address::Unix(config.listen.clone()).to_string();
+                let address = config.listen.clone().map(|path| Address::Unix(path).to_string());
                 let description = ModelDescription::default();
                 let describe = Box::new(move |model: &_| description.encoded(model));
                 let bound = SessionServer::bind(config, Arc::clone(&service), describe);
@@ -145,6 +149,9 @@ impl Running {
             }
             None => None,
         };
+        if let Some((sessions, network)) = session_server.as_ref().map(|(_, server)| server).zip(network) {
+            server.serve_network_sessions(Arc::new(OverNetwork(sessions.network(network))));
+        }
         let (addresses, admin) = (server.addresses(), server.admin_address());
         tokio::spawn(endpoint.run());
         let shutdown = CancellationToken::new();
@@ -173,7 +180,8 @@ impl Running {
         let sessions = self
             .sessions
             .as_ref()
-            .map_or_else(String::new, |(address, _)| format!(", sessions on {address}"));
+            .and_then(|(address, _)| address.as_ref())
+            .map_or_else(String::new, |address| format!(", sessions on {address}"));
         let usage = self.address().map(|address| report::usage(address, metrics, &self.access));
         let loading = Arc::clone(&service);
         // Progress is drawn by its own thread, because a terminal that does not accept output blocks the thread that writes to it.
@@ -260,7 +268,10 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
 fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError> {
     let Some(sessions) = &plan.sessions else { return Ok(None) };
     // The plan has no other address than one of a Unix-domain socket.
-    let Address::Unix(listen) = address("session-listen", &sessions.listen)? else { return Ok(None) };
+    let listen = match sessions.listen.as_deref().map(|text| address("session-listen", text)).transpose()? {
+        Some(Address::Unix(path)) => Some(path),
+        _ => None,
+    };
     Ok(Some(SessionConfig {
         listen,
         users: sessions.users.clone(),
@@ -268,6 +279,14 @@ fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError>
         spin: plan.cluster.spin,
         spin_between_steps: spin_between_steps(plan.cluster.spin, plan.cluster.usable_cores),
     }))
+}
+
+/// The configuration of network sessions, if there are any and this machine can serve them.
+fn network_config(plan: &ServePlan) -> Result<Option<NetworkConfig>, StartError> {
+    let Some(network) = &plan.network else { return Ok(None) };
+    let found = probe_in_child_process(network.library.as_deref()).map_err(StartError::Network)?;
+    tracing::info!(found, "network sessions are served");
+    Ok(Some(network.clone()))
 }
 
 /// The address of the metrics endpoint. Beyond loopback it needs tokens, unless the configuration allows it to be open.

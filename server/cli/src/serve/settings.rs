@@ -199,6 +199,11 @@ settings! {
     admin_listen: String = None, env "EXPERTD_ADMIN_LISTEN", in "Listeners";
     /// Address of the session socket, unix:PATH, for clients on this host that share memory with the service [default: none]
     session_listen: String = None, env "EXPERTD_SESSION_LISTEN", in "Listeners";
+    /// Address of the network device through which clients on other hosts reach network sessions: IP, IP:PORT or IP:FIRST-LAST; the
+    /// sessions are opened through the public API [default: none]
+    network_listen: String = None, env "EXPERTD_NETWORK_LISTEN", in "Listeners";
+    /// NIXL's library or its folder (site-packages) [default: that of EXPERTD_NIXL, else the system's]
+    network_library: PathBuf = None, env "EXPERTD_NETWORK_LIBRARY", in "Listeners";
     /// Users who may open sessions, comma-separated user ids [default: the service's own user]
     session_allow_uid: String = None, env "EXPERTD_SESSION_ALLOW_UID", in "Access";
     /// Largest number of open sessions [default: 16]
@@ -349,7 +354,7 @@ mod tests {
         assert_eq!(
             shown.join(" "),
             "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
-             session_listen=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
+             session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \

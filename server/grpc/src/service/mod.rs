@@ -7,4 +7,5 @@ pub(crate) mod description;
 pub(crate) mod forward;
 pub(crate) mod health;
 pub(crate) mod moe;
+pub(crate) mod network;
 mod stream;

@@ -32,11 +32,14 @@ use expertd_telemetry::{RequestMetrics, TraceParent, code_name, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
+const NETWORK_SESSION: &str = "/expertd.v1.Moe/NetworkSession";
 const GET_MODEL: &str = "/expertd.v1.Moe/GetModel";
 const MOE: &str = "/expertd.v1.Moe/";
 const HEALTH: &str = "/grpc.health.v1.Health/";
 /// Largest request of a call without rows, in bytes: names, and reflection requests.
 const CONTROL_REQUEST_BYTES: usize = 4 << 10;
+/// Largest message of a call that opens a network session: the metadata of an agent with many network devices.
+const NETWORK_REQUEST_BYTES: usize = 64 << 10;
 /// Bytes charged for an answer of reflection, ListModels or Admin.
 const DESCRIPTOR_BYTES: usize = 64 << 10;
 
@@ -256,12 +259,14 @@ where
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
         let public = public.as_ref().filter(|_| path.starts_with(MOE));
         let forward = public.is_some() && (streaming || unary);
+        let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
             // The size of its answer changes with the placement.
             Some(public) if path == GET_MODEL => {
                 (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
             }
+            _ if network => (DESCRIPTOR_BYTES, NETWORK_REQUEST_BYTES),
             _ if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
             _ if self.services.public.is_none() => (DESCRIPTOR_BYTES, CONTROL_MESSAGE_BYTES),
             _ => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
@@ -276,7 +281,7 @@ where
             timeouts: self.timeouts,
             limit,
             // A reflection stream carries several requests.
-            streaming: streaming || public.is_none(),
+            streaming: streaming || network || public.is_none(),
             forward,
         };
         let mut deadline_at = None;
@@ -295,7 +300,10 @@ where
                 client_tokens: caller.tokens,
                 deadline: deadline_at,
                 charges: Arc::clone(&charges),
-                pass: caller.name.filter(|_| streaming).and_then(|name| access.pass(headers, &name)),
+                pass: caller
+                    .name
+                    .filter(|_| streaming || network)
+                    .and_then(|name| access.pass(headers, &name)),
                 closing: public.closing.clone(),
                 parent: parent.filter(|_| streaming),
                 trace,

@@ -23,6 +23,7 @@ use crate::service::admin::AdminService;
 use crate::service::description::ModelDescription;
 use crate::service::health;
 use crate::service::moe::MoeService;
+use crate::service::network::NetworkSessions;
 use expertd_core::backend::Backend;
 use expertd_telemetry::{RequestMetrics, names};
 
@@ -85,6 +86,7 @@ pub struct Server {
     public: Vec<(Address, Listener)>,
     admin: Option<(Address, Listener)>,
     backend: Arc<dyn Backend>,
+    network: Option<Arc<dyn NetworkSessions>>,
     access: Arc<Access>,
     connections: ConnectionLimits,
     timeouts: ConnectionTimeouts,
@@ -136,7 +138,12 @@ impl Server {
             None => None,
         };
         let ServerConfig { connections, timeouts, shutdown_grace: grace, .. } = *config;
-        Ok(Server { public, admin, backend, access, connections, timeouts, grace })
+        Ok(Server { public, admin, backend, network: None, access, connections, timeouts, grace })
+    }
+
+    /// Serves network sessions as well.
+    pub fn serve_network_sessions(&mut self, sessions: Arc<dyn NetworkSessions>) {
+        self.network = Some(sessions);
     }
 
     /// The public addresses, with the ports that the system chose.
@@ -164,9 +171,10 @@ impl Server {
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
         let access = self.access;
         let metrics = Arc::new(RequestMetrics::new("Forward"));
-        let moe = MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics)))
-            .max_decoding_message_size(limits.max_message_bytes)
-            .max_encoding_message_size(usize::MAX);
+        let moe =
+            MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics), self.network))
+                .max_decoding_message_size(limits.max_message_bytes)
+                .max_encoding_message_size(usize::MAX);
         let services = Services {
             routes: shared.clone().add_service(moe).prepare(),
             access: Arc::clone(&access),

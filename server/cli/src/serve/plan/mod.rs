@@ -3,6 +3,7 @@
 mod devices;
 mod machine;
 mod model;
+mod network;
 mod sessions;
 mod sizes;
 mod values;
@@ -30,6 +31,7 @@ use expertd_ipc::GroupShape;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
+use expertd_sessions::NetworkConfig;
 use expertd_shm::SharedRegion;
 use expertd_types::{Coverage, ExpertPlacement};
 
@@ -72,8 +74,10 @@ pub struct ServePlan {
     pub listen: String,
     /// Address of the Admin service.
     pub admin_listen: String,
-    /// Where and for whom sessions are served; `None` without a session socket.
+    /// Where and for whom sessions are served; `None` without a session socket and without network sessions.
     pub sessions: Option<SessionPlan>,
+    /// How agents of network sessions are started, if there are any.
+    pub network: Option<NetworkConfig>,
     /// Address of the Prometheus endpoint.
     pub metrics_listen: String,
     /// Age of a thread's last progress above which `/healthz` answers 503.
@@ -126,6 +130,7 @@ impl ServePlan {
         }
         let sessions = SessionPlan::new(&mut given, machine.ranks)?;
         let access = access(&given);
+        let network = network::config(&given, access.insecure)?;
         let connections = connections(&mut given, &sizes.limits)?;
         let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
         let coverage =
@@ -145,6 +150,7 @@ impl ServePlan {
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
             sessions,
+            network,
             metrics_listen: listen(&given.metrics_listen),
             health_timeout: timeouts.health,
             otlp_endpoint: given.otlp_endpoint.0.clone(),

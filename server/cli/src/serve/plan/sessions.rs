@@ -8,8 +8,8 @@ use expertd_sessions::{MAX_OPENING, SessionLimits};
 /// Where and for whom sessions are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionPlan {
-    /// Address of the session socket.
-    pub listen: String,
+    /// Address of the session socket; `None` if only clients on other hosts open sessions.
+    pub listen: Option<String>,
     /// Users who may open sessions.
     pub users: Vec<u32>,
     /// How many sessions there may be.
@@ -46,11 +46,16 @@ impl SessionPlan {
         derive(&mut given.session_allow_uid, list, "the service's own user");
         let sessions = within("max-sessions", given.max_sessions.0.unwrap_or(0), 1, 1024)?;
         let bytes = given.max_session_bytes.0.unwrap_or(0);
-        let Some(listen) = given.session_listen.0.clone() else { return Ok(None) };
-        if !listen.starts_with("unix:") {
+        let listen = given.session_listen.0.clone();
+        if listen.is_none() && given.network_listen.0.is_none() {
+            return Ok(None);
+        }
+        if let Some(listen) = listen.as_ref().filter(|listen| !listen.starts_with("unix:")) {
             return Err(value(
                 "session-listen",
-                format!("is `{listen}`, must be unix:PATH: sessions share memory"),
+                format!(
+                    "is `{listen}`, must be unix:PATH: sessions share memory; clients on other hosts need --network-listen"
+                ),
             ));
         }
         let limits = SessionLimits {

@@ -1,0 +1,148 @@
+//! The service's end of a network session: a process of its own, which maps one session's memory and holds no secrets.
+//!
+//! Over TCP, UCX writes where a packet says, so that a peer controls this process. It can do what any client of a host session can do to
+//! its own session; [`confine`] keeps it from everything else that the service's user may do.
+
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use expertd_session::wire::{MAX_SERVICE_FRAME, RequestRecord, frame};
+use expertd_session::{SessionOptions, SessionParts, socket};
+use expertd_shm::WaitPolicy;
+
+use crate::confine::confine;
+
+use crate::control::{self, Ready, Setup};
+use crate::files::confine_files;
+use expertd_network::wire::{decode, store};
+use expertd_network::{Endpoint, Library, NetworkError, Relay, Waiting, random_name};
+
+/// How long the service may take to open the session.
+const OPENING: Duration = Duration::from_secs(10);
+
+/// Serves one client until its session, or the router, has ended. The error is the sentence that the router is told.
+///
+/// # Errors
+/// Why the session cannot be opened or has ended.
+pub fn run_agent(control: &UnixStream) -> Result<(), NetworkError> {
+    let (setup, session) = control::receive_setup(control)?;
+    let served = serve(control, &setup, session);
+    if let Err(error) = &served {
+        control::send_ended(control, &error.to_string());
+    }
+    served
+}
+
+fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(), NetworkError> {
+    // Before any thread is started.
+    confine_files(&Library::folders(setup.library.as_deref()))?;
+    let library = Library::open(setup.library.as_deref())?;
+    let rows_bytes = usize::try_from(setup.rows_bytes).unwrap_or(usize::MAX);
+    let options = SessionOptions { rows_bytes, calls: setup.calls, spin: None, timeout: OPENING };
+    let mut session = SessionParts::open(session, "of the agent", &options)?;
+    if session.rows.len() != rows_bytes || session.opened.calls != setup.calls {
+        return Err(NetworkError::Protocol("a session of another size than its client's".to_owned()));
+    }
+    let mut endpoint =
+        Endpoint::new(&library, &random_name("agent"), &setup.transports, session.rows.clone())?;
+    endpoint.connect(&setup.client)?;
+    let ready = Ready {
+        card: endpoint.card()?,
+        session: session.opened.session,
+        hidden: session.opened.hidden,
+        spin_us: session.opened.spin_us,
+    };
+    end_with_sockets(control.try_clone()?, session.socket.try_clone()?)?;
+    // The agent can be reached from now on.
+    confine()?;
+    control::send_ready(control, &ready)?;
+    let mut relay = Relay::new(endpoint, session.opened.hidden);
+    let mut waiting = Waiting::new(Duration::from_micros(session.opened.spin_us.into()));
+    loop {
+        let mut worked = take_requests(&mut relay, &mut session)?;
+        while let Some(completion) = session.completions.try_pop()? {
+            answer(&mut relay, &completion)?;
+            worked = true;
+        }
+        if worked {
+            waiting.restart();
+            continue;
+        }
+        let Some(pause) = waiting.pause(relay.endpoint.is_sending()) else { continue };
+        let policy = WaitPolicy::within(Duration::ZERO, pause);
+        let completions = &mut session.completions;
+        if let Ok(completion) = session.client_bell.wait_for(policy, || completions.try_pop().transpose()) {
+            answer(&mut relay, &completion?)?;
+            waiting.restart();
+        }
+    }
+}
+
+/// Sends a completion, with the output of a call that was computed.
+fn answer(
+    relay: &mut Relay,
+    completion: &expertd_session::wire::CompletionRecord,
+) -> Result<(), NetworkError> {
+    // The service answers calls that it was sent, each once.
+    let Some(request) = relay.calls.remove(&completion.call) else { return Ok(()) };
+    let places = if completion.code == 0 { relay.places.of_answer(&request) } else { Vec::new() };
+    relay.send(completion, &places)
+}
+
+/// Passes the requests that have arrived to the service. Returns whether there were any.
+fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, NetworkError> {
+    let Relay { endpoint, places, calls, .. } = relay;
+    let SessionParts { opened, rows, requests, .. } = session;
+    let mut count = 0;
+    endpoint.poll(|message| {
+        let (request, bytes) = decode::<RequestRecord>(message)?;
+        if calls.len() >= opened.calls as usize || calls.contains_key(&request.call) {
+            let text =
+                format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
+            return Err(NetworkError::Protocol(text));
+        }
+        store(rows, &places.of_request(&request), bytes)?;
+        calls.insert(request.call, request);
+        if !requests.try_push(&request)? {
+            return Err(NetworkError::Protocol("more calls than the session allows".to_owned()));
+        }
+        count += 1;
+        Ok(())
+    })?;
+    if count > 0 {
+        session.service_bell.ring();
+    }
+    Ok(count > 0)
+}
+
+/// Starts threads that end this process with the router or the session, whatever the transport does meanwhile.
+fn end_with_sockets(control: UnixStream, session: UnixStream) -> Result<(), NetworkError> {
+    let of_router = control.try_clone()?;
+    std::thread::Builder::new().name("router".to_owned()).spawn(move || {
+        while let Ok(Some(_)) = socket::receive(&of_router, 0) {}
+        leave();
+    })?;
+    std::thread::Builder::new().name("session".to_owned()).spawn(move || {
+        loop {
+            match socket::receive(&session, MAX_SERVICE_FRAME) {
+                Ok(Some((frame::ENDED, text))) => {
+                    control::send_ended(&control, &String::from_utf8_lossy(&text));
+                    leave();
+                }
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => {
+                    control::send_ended(&control, "the service has closed the session's socket");
+                    leave();
+                }
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Ends the process at once, without the exit handlers of UCX, which other threads are using.
+#[allow(unsafe_code, reason = "ends the process")]
+fn leave() -> ! {
+    // SAFETY: the function has no precondition and does not return.
+    unsafe { libc::_exit(0) }
+}

@@ -1,0 +1,105 @@
+//! `NetworkSession`: the call that opens a session of a client on another host and lasts as long as it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use expertd_core::backend::{Backend, ClientKey};
+use expertd_core::failure::{Failure, one_line};
+use expertd_proto::v1::network_session_response::Message;
+use expertd_proto::v1::{
+    NetworkSessionOpened, NetworkSessionRequest, NetworkSessionResponse, OpenNetworkSession,
+};
+use futures_util::stream::unfold;
+use futures_util::{Stream, StreamExt as _};
+use tokio::sync::oneshot;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::call::Call;
+use super::convert;
+use crate::status::status_of;
+
+/// Opens sessions of clients on other hosts.
+pub trait NetworkSessions: Send + Sync {
+    /// Begins to open a session for a client.
+    fn open(&self, client: ClientKey, open: OpenNetworkSession) -> NetworkSession;
+}
+
+/// A session that is being opened or is open.
+pub struct NetworkSession {
+    /// What the client is told, without the model; or the sentence with which it is refused.
+    pub opened: oneshot::Receiver<Result<NetworkSessionOpened, String>>,
+    /// Why the session has ended.
+    pub ended: oneshot::Receiver<String>,
+    /// Ends the session when it is dropped.
+    pub guard: Box<dyn Send + Sync>,
+}
+
+/// The answers of a call.
+pub(crate) type NetworkAnswers = Pin<Box<dyn Stream<Item = Result<NetworkSessionResponse, Status>> + Send>>;
+
+/// Opens the session that the first message asks for.
+pub(crate) async fn open(
+    sessions: Option<&Arc<dyn NetworkSessions>>,
+    backend: &dyn Backend,
+    call: Call,
+    request: Request<Streaming<NetworkSessionRequest>>,
+) -> Result<Response<NetworkAnswers>, Status> {
+    let Some(sessions) = sessions else {
+        let text = "this service has no network sessions; start it with --network-listen";
+        return Err(Status::failed_precondition(text));
+    };
+    let mut inbound = request.into_inner();
+    let first = inbound.next().await.transpose()?.and_then(|message| message.open);
+    let Some(asked) = first else {
+        return Err(status_of(Failure::field("open", "the first message must open a session")));
+    };
+    let NetworkSession { opened, ended, guard } = sessions.open(call.client, asked);
+    let opened = match opened.await {
+        Ok(Ok(opened)) => opened,
+        Ok(Err(reason)) => return Err(Status::resource_exhausted(one_line(&reason))),
+        Err(_) => return Err(Status::internal("the session's agent could not be started")),
+    };
+    let model = Some(convert::model(&backend.model()));
+    let first = Message::Opened(NetworkSessionOpened { model, ..opened });
+    let open = Open { first: Some(first), inbound, call, ended, _guard: guard, is_over: false };
+    let answers = unfold(open, |mut open| async move { open.next().await.map(|answer| (Ok(answer), open)) });
+    Ok(Response::new(Box::pin(answers)))
+}
+
+/// An open session.
+struct Open {
+    first: Option<Message>,
+    inbound: Streaming<NetworkSessionRequest>,
+    call: Call,
+    ended: oneshot::Receiver<String>,
+    _guard: Box<dyn Send + Sync>,
+    is_over: bool,
+}
+
+impl Open {
+    /// The next answer; `None` once the client has ended the session, or was told its end.
+    async fn next(&mut self) -> Option<NetworkSessionResponse> {
+        if self.is_over {
+            return None;
+        }
+        if let Some(first) = self.first.take() {
+            return Some(NetworkSessionResponse { message: Some(first) });
+        }
+        let reason = loop {
+            tokio::select! {
+                reason = &mut self.ended => break reason.unwrap_or_else(|_| "its agent has ended".to_owned()),
+                () = self.call.closing.cancelled() => break "the service ends".to_owned(),
+                message = self.inbound.next() => match message {
+                    Some(Ok(_)) if self.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
+                        break "the token is no longer known to the service".to_owned();
+                    }
+                    // The client lives.
+                    Some(Ok(_)) => {}
+                    Some(Err(_)) | None => return None,
+                },
+            }
+        };
+        self.is_over = true;
+        Some(NetworkSessionResponse { message: Some(Message::Ended(one_line(&reason))) })
+    }
+}

@@ -1,0 +1,167 @@
+//! Network sessions of the real service over loopback: the same answers as over gRPC, faults, and clients that do what they should not.
+//!
+//! They need NIXL: `EXPERTD_NIXL` names its folder. Without it they are ignored.
+
+mod faults;
+mod hostile;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use expertd_client::Client;
+use expertd_client::network::{self, NetworkOptions};
+use expertd_client::session::{SessionClient, SessionError, SessionOptions};
+use expertd_proto::v1::GetStatusRequest;
+use expertd_proto::v1::SessionStatus;
+use expertd_proto::v1::admin_client::AdminClient;
+
+use crate::service::load::{Rows, check};
+use crate::service::{Service, alive, children, families, golden};
+
+const FAMILY: &str = "qwen3_moe";
+/// Nothing should take this long.
+const LOST: Duration = Duration::from_secs(60);
+
+/// Where NIXL is.
+fn library() -> PathBuf {
+    std::env::var_os("EXPERTD_NIXL").expect("EXPERTD_NIXL names the folder of NIXL").into()
+}
+
+fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
+    let library = library();
+    let flags = ["--network-listen", "127.0.0.1", "--network-library", library.to_str().unwrap()];
+    Service::start(family, ranks, &[&flags, more].concat())
+}
+
+fn options(rows_bytes: usize) -> NetworkOptions {
+    let session = SessionOptions { rows_bytes, ..SessionOptions::default() };
+    NetworkOptions { session, library: Some(library()), ..NetworkOptions::default() }
+}
+
+fn open(service: &Service) -> SessionClient {
+    try_open(service).unwrap()
+}
+
+fn try_open(service: &Service) -> Result<SessionClient, SessionError> {
+    SessionClient::over(network::open(&service.address, &options(16 << 20))?)
+}
+
+fn sessions(service: &Service) -> Vec<SessionStatus> {
+    runtime().block_on(async {
+        let channel = expertd_client::transport::connect(&service.admin).await.unwrap();
+        AdminClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner().sessions
+    })
+}
+
+/// The agents of a service.
+fn agents(service: &Service) -> Vec<u32> {
+    let is_agent = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|&byte| byte == 0).any(|word| word == b"network-agent") && alive(*pid)
+    };
+    children(service.pid()).into_iter().filter(is_agent).collect()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+#[test]
+#[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
+fn answers_equal_those_of_grpc() {
+    let runtime = runtime();
+    for family in families() {
+        let service = start(&family, 2, &["--max-tokens-per-step", "512"]);
+        let client = runtime.block_on(Client::connect(&service.address)).unwrap();
+        let session = open(&service);
+        assert_eq!(session.model(), &runtime.block_on(client.model("")).unwrap());
+        let mut rows = Rows::new(&golden(&family), 1, 32);
+        for round in 0..10 {
+            // Every third call has more bytes than a notification takes.
+            let (mut request, wanted) = match round % 3 {
+                2 => rows.draw_of(rows.layers()[0], 700),
+                _ => rows.draw(),
+            };
+            request.return_routing = true;
+            let over_grpc = runtime.block_on(client.forward(request.clone(), None)).unwrap();
+            let over_network = session.forward(&request, LOST).unwrap();
+            check(&over_network, &wanted, &request);
+            assert_eq!(over_network.rows, over_grpc.rows, "{family}, round {round}");
+            let (a, b) = (over_grpc.receipt.unwrap(), over_network.receipt.unwrap());
+            assert_eq!((&a.topk_ids, &a.topk_weights), (&b.topk_ids, &b.topk_weights));
+            assert_eq!((a.weight_version, a.weight_fingerprint), (b.weight_version, b.weight_fingerprint));
+            let k = (a.topk_ids.len() / 4) as u32 / request.tokens;
+            request.routing =
+                Some(expertd_proto::v1::Routing { topk_ids: a.topk_ids, topk_weights: a.topk_weights, k });
+            let given = session.forward(&request, LOST).unwrap();
+            assert_eq!(given.rows, over_grpc.rows, "{family}, given routing, round {round}");
+        }
+        let status = sessions(&service);
+        assert_eq!((status.len(), status[0].calls_total), (1, 20));
+        assert_eq!(agents(&service), [status[0].pid]);
+        assert_confined(status[0].pid);
+    }
+}
+
+/// Every thread of an agent has a filter of system calls.
+fn assert_confined(agent: u32) {
+    for thread in std::fs::read_dir(format!("/proc/{agent}/task")).unwrap() {
+        let status = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+        assert!(status.contains("Seccomp:\t2\n") && status.contains("NoNewPrivs:\t1\n"), "{status}");
+    }
+}
+
+#[test]
+#[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
+fn calls_that_are_invalid_fail_alone() {
+    let service = start(FAMILY, 2, &[]);
+    let session = open(&service);
+    let (mut request, wanted) = Rows::new(&golden(FAMILY), 7, 4).draw();
+    request.layer = 9999;
+    let error = session.forward(&request, LOST).unwrap_err();
+    assert!(matches!(&error, SessionError::Status { code: 5, .. }), "{error}");
+    let (request, _) = (Rows::new(&golden(FAMILY), 7, 4).draw(), wanted);
+    check(&session.forward(&request.0, LOST).unwrap(), &request.1, &request.0);
+}
+
+/// Bytes of memory of a process that no file holds.
+fn anonymous(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+/// Calls of random sizes from four threads: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise.
+#[test]
+#[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
+fn memory_stays_flat_over_calls_of_random_sizes() {
+    let calls: usize = std::env::var("EXPERTD_NETWORK_CALLS").map_or(10_000, |text| text.parse().unwrap());
+    let service = start(FAMILY, 2, &[]);
+    let session = std::sync::Arc::new(open(&service));
+    let run = |calls: usize, seed: u64| {
+        let workers = (0..4).map(|thread| {
+            let session = std::sync::Arc::clone(&session);
+            std::thread::spawn(move || {
+                let mut rows = Rows::new(&golden(FAMILY), seed + thread, 48);
+                for round in 0..calls / 4 {
+                    let (request, wanted) = match round % 50 {
+                        49 => rows.draw_of(rows.layers()[0], 600),
+                        _ => rows.draw(),
+                    };
+                    check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+                }
+            })
+        });
+        workers.collect::<Vec<_>>().into_iter().for_each(|worker| worker.join().unwrap());
+    };
+    run(calls / 5, 1);
+    let agent = agents(&service)[0];
+    let processes = [agent, service.pid(), std::process::id()];
+    let before = processes.map(anonymous);
+    run(calls, 5);
+    let after = processes.map(anonymous);
+    println!("{calls} calls: agent, router and client had {before:?} bytes, have {after:?}");
+    for (before, after) in before.iter().zip(after) {
+        assert!(after < before + (4 << 20), "{before} bytes became {after}");
+    }
+}
