@@ -23,8 +23,9 @@ use self::report::Figures;
 use self::routing::RoutingRule;
 use super::ceilings;
 use super::client::Failure;
+use super::exit;
+use super::serve::gpu_bytes;
 use super::serve::plan::PlanError;
-use super::serve::{exit, gpu_bytes};
 use super::units::{bytes, count};
 use expertd_core::backend::{
     Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,

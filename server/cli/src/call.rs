@@ -17,8 +17,8 @@ use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
 use super::client::{self, ClientError, Failure, RoutingSource, printable};
+use super::exit;
 use super::golden::{Golden, GoldenError, GoldenLayer};
-use super::serve::exit;
 use super::units::time;
 use expertd_types::{DType, rows};
 

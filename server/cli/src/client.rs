@@ -12,7 +12,7 @@ use expertd_proto::v1::{GetModelRequest, GetModelResponse, Receipt};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
-use super::serve::exit;
+use super::exit;
 use expertd_telemetry::code_name;
 
 /// Default address of the public API.

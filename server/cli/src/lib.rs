@@ -11,6 +11,7 @@ mod cores;
 pub mod demo;
 pub mod doctor;
 pub mod drain;
+pub mod exit;
 pub mod golden;
 pub mod inspect;
 pub mod inventory;
@@ -107,7 +108,7 @@ pub fn main() -> ExitCode {
             if let Some(variable) = serve::variables::refused(&error, std::env::args().skip(1)) {
                 eprintln!("\nThe value comes from the environment variable {variable}.");
             }
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(serve::exit::USAGE));
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(exit::USAGE));
         }
     };
     // An agent limits what its threads may open, and starts none before.
@@ -119,7 +120,7 @@ pub fn main() -> ExitCode {
     let default = if matches!(cli.command, Command::Demo(_) | Command::Bench(_)) { "warn" } else { "info" };
     if let Err(error) = init_logs(cli.log.as_deref().unwrap_or(default), cli.log_format) {
         eprintln!("expertd: {error}");
-        return ExitCode::from(serve::exit::USAGE);
+        return ExitCode::from(exit::USAGE);
     }
     if !matches!(cli.command, Command::Serve(_) | Command::Rank(_) | Command::Loader(_) | Command::Demo(_)) {
         end_quietly_without_a_reader();

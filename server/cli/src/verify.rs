@@ -11,8 +11,8 @@ use expertd_proto::v1::{
 use serde::Serialize;
 
 use super::client::{self, ClientError, Failure, RoutingSource};
+use super::exit;
 use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
-use super::serve::exit;
 use expertd_types::{DType, rows};
 
 mod ids;

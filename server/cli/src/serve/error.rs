@@ -7,7 +7,7 @@ use expertd_core::listen::AddressError;
 use expertd_grpc::{AccessError, ServerError};
 use expertd_telemetry::TraceError;
 
-use super::exit;
+use crate::exit;
 
 /// Why a service could not be started.
 #[derive(Debug, thiserror::Error)]

@@ -26,20 +26,7 @@ use rustix::process::DumpableBehavior;
 
 use self::plan::{PlanError, ServePlan};
 use self::settings::{Given, ServeArgs};
-
-/// Exit codes of `expertd serve`, after sysexits.h.
-pub mod exit {
-    /// The configuration is invalid or the checkpoint is broken. Nothing was started and no port was bound.
-    pub const USAGE: u8 = 64;
-    /// The weights could not be loaded.
-    pub const LOAD: u8 = 65;
-    /// An address could not be bound.
-    pub const BIND: u8 = 69;
-    /// Ranks kept failing before they were ready, or the service could not start.
-    pub const SETUP: u8 = 70;
-    /// A thread or task was lost that the service cannot do without.
-    pub const LOST: u8 = 71;
-}
+use crate::exit;
 
 /// Runs the service until a signal, a drain, or a failure that it cannot recover from.
 #[must_use]

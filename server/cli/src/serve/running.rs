@@ -23,7 +23,8 @@ use tokio_util::sync::CancellationToken;
 use super::error::StartError;
 use super::network::OverNetwork;
 use super::plan::{ServePlan, SessionPlan};
-use super::{descriptors, exit, print, report};
+use super::{descriptors, print, report};
+use crate::exit;
 use crate::network_agent::probe_in_child_process;
 
 /// Time limit for connections to close after the last answer was sent.
