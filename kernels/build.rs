@@ -2,7 +2,8 @@
 //!
 //! nvcc is run directly, once per source and in parallel, so that each file is a whole program of its own: separate
 //! compilation (`--device-c`, which build helpers add for several sources) makes ptxas drop `setmaxnreg` and optimise
-//! less. The objects go into one archive through `cc`. With `EXPERTD_PTXAS_STRICT=1`, which CI sets, a kernel that ptxas could not
+//! less. The sources of the portable path, and those that both paths share, become further objects, whose names differ
+//! (`src/portable/names.h`). The objects go into one archive through `cc`. With `EXPERTD_PTXAS_STRICT=1`, which CI sets, a kernel that ptxas could not
 //! optimise as it should, or that spills registers and is not listed, fails the build.
 
 fn main() {
@@ -31,11 +32,32 @@ mod cuda {
     use std::thread;
 
     /// Hopper with its architecture-specific instructions (wgmma, setmaxnreg).
-    const TARGET: &str = "arch=compute_90a,code=sm_90a";
+    const HOPPER: &str = "arch=compute_90a,code=sm_90a";
+    /// Machine code for Ampere and Ada, and PTX that the driver compiles for other GPUs.
+    const PORTABLE: &str = "arch=compute_80,code=[sm_80,sm_89,compute_80]";
+    /// Sources of both paths.
+    const SHARED: [&str; 10] = [
+        "combine",
+        "copy_in",
+        "copy_out",
+        "dispatch",
+        "experts_pack",
+        "experts_pack_narrow",
+        "meet",
+        "modules",
+        "scale",
+        "shared",
+    ];
     /// If set, kernels that became slower fail the build.
     const STRICT: &str = "EXPERTD_PTXAS_STRICT";
     /// The first release with everything the kernels use.
     const OLDEST: (u32, u32) = (12, 8);
+
+    /// A source, and the path that it is compiled for.
+    struct Unit {
+        source: PathBuf,
+        portable: bool,
+    }
 
     /// A compiler, and the reason why it was searched for at its place.
     struct Toolkit {
@@ -54,8 +76,16 @@ mod cuda {
 
         let folder = manifest.join("src");
         println!("cargo::rerun-if-changed={}", folder.display());
-        let sources = sources(&folder)?;
-        let objects = compile_all(&toolkit, &sources, &out)?;
+        let hopper = sources(&folder)?;
+        let shared = hopper.iter().filter(|path| {
+            path.file_stem().and_then(|stem| stem.to_str()).is_some_and(|stem| SHARED.contains(&stem))
+        });
+        let portable = sources(&folder.join("portable"))?.into_iter().chain(shared.cloned());
+        let portable: Vec<Unit> = portable.map(|source| Unit { source, portable: true }).collect();
+        let mut units: Vec<Unit> =
+            hopper.into_iter().map(|source| Unit { source, portable: false }).collect();
+        units.extend(portable);
+        let objects = compile_all(&toolkit, &units, &out)?;
 
         let mut archive = cc::Build::new();
         for object in objects {
@@ -176,22 +206,23 @@ mod cuda {
     }
 
     /// One nvcc process per source, as many at a time as cargo allows.
-    fn compile_all(toolkit: &Toolkit, sources: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>, String> {
+    fn compile_all(toolkit: &Toolkit, units: &[Unit], out: &Path) -> Result<Vec<PathBuf>, String> {
         let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1_usize);
         let next = AtomicUsize::new(0);
         let errors = Mutex::new(String::new());
         let seen = Mutex::new(BTreeSet::new());
-        let objects: Vec<PathBuf> = sources
-            .iter()
-            .map(|source| out.join(source.file_stem().unwrap_or_default()).with_extension("o"))
-            .collect();
+        let object = |unit: &Unit| {
+            let name = unit.source.file_stem().unwrap_or_default().to_string_lossy();
+            out.join(format!("{}{name}.o", if unit.portable { "portable_" } else { "" }))
+        };
+        let objects: Vec<PathBuf> = units.iter().map(object).collect();
         thread::scope(|scope| {
-            for _ in 0..jobs.min(sources.len()) {
+            for _ in 0..jobs.min(units.len()) {
                 scope.spawn(|| {
                     loop {
                         let index = next.fetch_add(1, Ordering::Relaxed);
-                        let Some(source) = sources.get(index) else { return };
-                        match compile(toolkit, source, &objects[index]) {
+                        let Some(unit) = units.get(index) else { return };
+                        match compile(toolkit, unit, &objects[index]) {
                             Ok(headers) => {
                                 if let Ok(mut seen) = seen.lock() {
                                     seen.extend(headers);
@@ -215,18 +246,28 @@ mod cuda {
     }
 
     /// Compiles one source and returns the project's own headers that it read.
-    fn compile(toolkit: &Toolkit, source: &Path, object: &Path) -> Result<Vec<String>, String> {
+    fn compile(toolkit: &Toolkit, unit: &Unit, object: &Path) -> Result<Vec<String>, String> {
+        let Unit { source, portable } = unit;
         let depfile = object.with_extension("d");
+        let folder = source.parent().unwrap_or_else(|| Path::new(""));
+        // Headers of both paths are in the upper folder.
+        let folder = if folder.ends_with("portable") { folder.parent().unwrap_or(folder) } else { folder };
         let mut command = Command::new(&toolkit.nvcc);
         command
-            .args(["-c", "-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-DNDEBUG"])
-            .arg(format!("-gencode={TARGET}"))
+            .args(["-c", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-DNDEBUG"])
+            .arg(format!("-gencode={}", if *portable { PORTABLE } else { HOPPER }))
             .args(["-Xcompiler", "-fPIC,-Wall,-Wno-unknown-pragmas", "-Xptxas", "-warn-spills"])
             .args(["-cudart", "none", "-MD", "-MF"])
             .arg(&depfile)
             .args(["-o"])
             .arg(object)
             .arg(source);
+        if *portable {
+            command.arg("-include").arg(folder.join("portable/names.h"));
+        } else {
+            // Lines for profilers; three targets with lines would double the size of the binary.
+            command.arg("-lineinfo");
+        }
         if let Ok(flags) = env::var("EXPERTD_NVCC_FLAGS") {
             command.args(flags.split_whitespace());
         }
@@ -253,10 +294,10 @@ mod cuda {
             println!("cargo::warning={line}");
         }
         let text = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
-        let folder = source.parent().map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
+        let folder = folder.to_string_lossy();
         Ok(text
             .split_whitespace()
-            .filter(|word| word.starts_with(&folder) && !word.ends_with(':'))
+            .filter(|word| word.starts_with(&*folder) && !word.ends_with(':'))
             .map(str::to_owned)
             .collect())
     }

@@ -104,11 +104,13 @@ __device__ __forceinline__ void stamp_end(SlotState* state, Phase phase) {
 }
 
 // Programmatic dependent launch: waits until the previous kernel has ended and its writes are visible, then lets the blocks of the
-// next kernel start beside this one. Both instructions do nothing in a plain launch.
+// next kernel start beside this one. Both instructions do nothing in a plain launch. The portable path has plain launches only.
 __device__ __forceinline__ void begin_kernel() {
+#ifndef EXPERTD_PORTABLE
     asm volatile("griddepcontrol.wait;" ::: "memory");
     // Not before the wait: so at most one kernel waits behind a running one, whose blocks are all resident by then.
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // Loads the first 16 bytes of SlotState: sequence, error and tokens. open_step() decodes them; other loads can be issued in between.
@@ -298,7 +300,12 @@ int launch(One one, Many many, const Params* params, uint32_t count, uint32_t bl
         attribute.val.cooperative = 1;
     }
     config.attrs = attributes;
+#ifdef EXPERTD_PORTABLE
+    if (cluster != 1) return cudaErrorInvalidValue;
+    config.numAttrs = count != 1 && resident ? 1 : 0;
+#else
     config.numAttrs = count == 1 ? (cluster == 1 ? 1 : 2) : resident ? 1 : 0;
+#endif
     if (count == 1) {
         Ranks<Params, 1> all;
         all.rank[0] = params[0];

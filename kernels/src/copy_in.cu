@@ -1,6 +1,7 @@
 // copy_in reads the step's description and copies its rows from mapped host staging, or from the memory of clients, to device memory.
 // The host's link limits it, so few blocks suffice.
 #include "common.cuh"
+#include "modules.h"
 #include "ptx.cuh"
 
 namespace expertd {
@@ -306,12 +307,14 @@ __global__ void __launch_bounds__(kThreads) copy_in(const __grid_constant__ Rank
     if (first_block && blocks != 1) cluster_wait();
 }
 
+const Module module(reinterpret_cast<const void*>(copy_in<1>));
+
 }  // namespace
 }  // namespace expertd
 
 extern "C" int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream) {
     using namespace expertd;
-    uint32_t cluster = count == 1 ? kCluster : 1;
+    uint32_t cluster = kHasClusters && count == 1 ? kCluster : 1;
     while (cluster > 1 && blocks % cluster != 0) cluster /= 2;
     return launch(copy_in<1>, copy_in<kMaxRanks>, params, count, blocks, kThreads, false, stream, 0, cluster);
 }

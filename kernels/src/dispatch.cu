@@ -11,6 +11,7 @@
 // In a group of one rank nothing is sent. If experts take FP8 rows, the other blocks quantise each row once, into the window.
 #include "dispatch_clusters.cuh"
 #include "experts_quantise.cuh"
+#include "modules.h"
 
 namespace expertd {
 namespace {
@@ -261,6 +262,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     }
 }
 
+const Module module(reinterpret_cast<const void*>(dispatch<1>));
+
 }  // namespace
 }  // namespace expertd
 
@@ -271,7 +274,7 @@ extern "C" int expertd_dispatch(const expertd::DispatchParams* params, uint32_t 
     const uint32_t local = (params->group.experts + params->group.ranks - 1) / params->group.ranks;
     if (local > kMaxExperts) return cudaErrorInvalidValue;
     const uint32_t shared = max((kWarps + 2) * local, kFew) * sizeof(uint32_t);
-    const bool alone = count == 1 && params->group.ranks == 1, clusters = alone && blocks >= kClustersFrom;
+    const bool alone = count == 1 && params->group.ranks == 1, clusters = kHasClusters && alone && blocks >= kClustersFrom;
     const uint32_t lists = clusters ? kClusterLists : list_blocks(blocks);
     const uint32_t all = clusters ? blocks / kClusterBlocks * kClusterBlocks : blocks;
     const uint32_t launched = alone && params->fp8_rows == 0 ? lists : all;

@@ -7,6 +7,7 @@ use std::ops::Range;
 use cudarc::driver::sys::CUstream;
 
 use crate::launch::{LaunchError, check};
+use crate::path::KernelPath;
 
 /// Row lengths and intermediate sizes are multiples of this number of elements.
 pub const PANEL: usize = 64;
@@ -221,6 +222,10 @@ unsafe extern "C" {
     fn expertd_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
+    fn expertd_portable_experts_setup() -> c_int;
+    fn expertd_portable_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
+    fn expertd_portable_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
+    fn expertd_portable_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack_host(params: *const PackParams, first: u64, count: u64) -> c_int;
     fn expertd_experts_pack_narrow_host(params: *const PackNarrowParams, first: u64, count: u64) -> c_int;
     fn expertd_experts_matrix_bytes(format: i32, kind: i32, hidden: i32, inter: i32) -> u64;
@@ -239,7 +244,12 @@ pub fn state_words(experts: usize) -> usize {
 /// If the kernels were not compiled for the device's architecture.
 pub fn setup() -> Result<(), LaunchError> {
     // SAFETY: the function only needs a current context, and reports an error if there is none.
-    check("experts_setup", unsafe { expertd_experts_setup() })
+    check("experts_setup", unsafe {
+        match KernelPath::chosen() {
+            KernelPath::Hopper => expertd_experts_setup(),
+            KernelPath::Portable => expertd_portable_experts_setup(),
+        }
+    })
 }
 
 /// Launches the whole expert MLP.
@@ -248,7 +258,12 @@ pub fn setup() -> Result<(), LaunchError> {
 /// Addresses must be valid as documented until the launch, or the last replay of its graph, has ended.
 pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
-    check("experts", unsafe { expertd_experts_launch(params, stream.cast()) })
+    check("experts", unsafe {
+        match KernelPath::chosen() {
+            KernelPath::Hopper => expertd_experts_launch(params, stream.cast()),
+            KernelPath::Portable => expertd_portable_experts_launch(params, stream.cast()),
+        }
+    })
 }
 
 /// Launches the conversion of row-major weights to panels.
@@ -257,7 +272,12 @@ pub unsafe fn experts(params: &ExpertsParams, stream: CUstream) -> Result<(), La
 /// Addresses must be valid as documented until the launch has ended.
 pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
-    check("experts_pack", unsafe { expertd_experts_pack(params, stream.cast()) })
+    check("experts_pack", unsafe {
+        match KernelPath::chosen() {
+            KernelPath::Hopper => expertd_experts_pack(params, stream.cast()),
+            KernelPath::Portable => expertd_portable_experts_pack(params, stream.cast()),
+        }
+    })
 }
 
 /// Size on the device of one expert's gate and up ([`PACK_GATE_UP`]) or down ([`PACK_DOWN`]) matrices, in bytes. `hidden` and
@@ -275,7 +295,12 @@ pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 
 /// Addresses must be valid as documented until the launch has ended.
 pub unsafe fn pack_narrow(params: &PackNarrowParams, stream: CUstream) -> Result<(), LaunchError> {
     // SAFETY: the caller's promise.
-    check("experts_pack_narrow", unsafe { expertd_experts_pack_narrow(params, stream.cast()) })
+    check("experts_pack_narrow", unsafe {
+        match KernelPath::chosen() {
+            KernelPath::Hopper => expertd_experts_pack_narrow(params, stream.cast()),
+            KernelPath::Portable => expertd_portable_experts_pack_narrow(params, stream.cast()),
+        }
+    })
 }
 
 /// Converts row-major weights of one expert to panels on the host. `panels` are numbers of panels of [`PANEL`] k.

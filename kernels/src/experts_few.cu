@@ -10,6 +10,7 @@
 
 #include "experts_few_roles.cuh"
 #include "experts_launch.h"
+#include "modules.h"
 
 namespace expertd {
 namespace {
@@ -77,6 +78,8 @@ template <class Format> int launch_few_of(const ExpertdExpertsParams& p, cudaStr
     if (p.blocks > 0 && p.blocks < blocks) blocks = p.blocks;
     return launch_resident(experts_few_kernel<Format>, p, blocks, FEW_THREADS, FewRing<Format>::SHARED_BYTES, stream);
 }
+
+const Module module(reinterpret_cast<const void*>(experts_few_kernel<FewBf16>));
 
 } // namespace
 

@@ -58,7 +58,7 @@ __device__ __forceinline__ bool has_codes(const ExpertdExpertsParams& p, const F
 // awaited first. Afterwards the warp helps to reset the counters.
 template <class Format>
 __device__ __forceinline__ void bring_rows(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t rows) {
-    using Ring = FewRing<Format>;
+    constexpr int SLOT_BYTES = FEW_TOKENS * Format::ROW_STRIDE;
     constexpr int MOST = FEW_TOKENS * Format::BLOCK_PANELS * PANEL_ROW_BYTES / 16 / 32; // most pieces of 16 bytes of a lane
     const int lane = threadIdx.x % 32;
     FewSegments segments(p, shared.tables, share);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void bring_rows(const ExpertdExpertsParams& p, FewSha
         const int k_blocks = few_k_blocks<Format>(k);
         for (int block = 0; block < k_blocks; block++, items++) {
             const int consumer = items % FEW_CONSUMERS, number = items / FEW_CONSUMERS % Format::ROW_SLOTS, before = block * block_bytes;
-            const uint32_t slot = rows + (consumer * Format::ROW_SLOTS + number) * Ring::ROW_SLOT_BYTES;
+            const uint32_t slot = rows + (consumer * Format::ROW_SLOTS + number) * SLOT_BYTES;
             barrier_wait(&shared.rows_empty[consumer][number], items / (FEW_CONSUMERS * Format::ROW_SLOTS) % 2 ^ 1);
 #pragma unroll
             for (int i = 0; i < MOST; i++) {

@@ -48,7 +48,11 @@ __device__ __forceinline__ uint32_t rotate_right(uint32_t x, int by) { return __
 
 __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
     uint32_t product;
+#ifdef EXPERTD_PORTABLE // the same bits, on sm_80
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));
+#else
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#endif
     return product;
 }
 
@@ -186,7 +190,11 @@ struct Mxfp4 : FourBits {
 
 __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
     uint32_t difference;
+#ifdef EXPERTD_PORTABLE // the same bits, on sm_80
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBF80BF80), "r"(a));
+#else
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+#endif
     return difference;
 }
 

@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "experts_layout.cuh"
 #include "experts_pack_host.h"
+#include "modules.h"
 
 namespace expertd {
 namespace {
@@ -40,6 +41,8 @@ bool is_valid(const ExpertdPackParams& p) {
     return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 && p.experts >= 1 && p.expert_stride % 8 == 0 &&
            p.first != nullptr && (!gate_up || p.second != nullptr);
 }
+
+const Module module(reinterpret_cast<const void*>(pack_kernel));
 
 } // namespace
 } // namespace expertd

@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "experts_layout.cuh"
 #include "experts_pack_host.h"
+#include "modules.h"
 
 namespace expertd {
 namespace {
@@ -257,6 +258,8 @@ bool is_valid(const ExpertdPackNarrowParams& p) {
            p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
            p.row_scales != nullptr && p.units != nullptr;
 }
+
+const Module module(reinterpret_cast<const void*>(pack_narrow_kernel));
 
 } // namespace
 } // namespace expertd

@@ -6,6 +6,8 @@
 // finite elements become zero. Groups whose largest magnitude is below 2^-100 have the scale 2^-100 / 448.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <cstdint>
 
 #include "ptx.cuh"
@@ -26,11 +28,17 @@ __device__ __forceinline__ GroupScale group_scale(float largest, bool power_of_t
 }
 
 // Converts two, or four, values to codes, the first in the low byte.
+#ifdef EXPERTD_PORTABLE // in many instructions, and not used by ranks
+static __device__ __noinline__ uint16_t pack_2_e4m3(float a, float b) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+}
+#else
 __device__ __forceinline__ uint16_t pack_2_e4m3(float a, float b) {
     uint16_t codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
     return codes;
 }
+#endif
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
     return uint32_t(pack_2_e4m3(c, d)) << 16 | pack_2_e4m3(a, b);
 }

@@ -1,6 +1,6 @@
 //! CUDA kernels of expertd and thin wrappers that launch them.
 //!
-//! [`params`], [`layout`], [`copies`] and [`ceilings::Ceilings`] describe the kernels' data and build everywhere; `device`, `event`,
+//! [`params`], [`layout`], [`copies`], [`path`] and [`ceilings::Ceilings`] describe the kernels' data and build everywhere; `device`, `event`,
 //! `experts`, `launch` and `slot` need the feature `cuda`. A binary with that feature also starts on a machine without a
 //! driver; it must call `device::driver_present` before anything else of these modules.
 
@@ -18,6 +18,7 @@ mod header;
 pub mod launch;
 pub mod layout;
 pub mod params;
+pub mod path;
 #[cfg(feature = "cuda")]
 pub mod slot;
 

@@ -1,6 +1,7 @@
 // Waits until all ranks have reached this launch, so that later phases contain no wait for a rank that started late. Only
 // `expertd bench --aligned` adds it to a step.
 #include "common.cuh"
+#include "modules.h"
 
 namespace expertd {
 namespace {
@@ -15,6 +16,8 @@ __global__ void __launch_bounds__(32) meet(const __grid_constant__ Ranks<Group, 
     store_release_system(at<uint64_t>(g, threadIdx.x, g.meet_flags) + g.rank, here);
     wait_flag(g, at<uint64_t>(g, g.rank, g.meet_flags) + threadIdx.x, here, threadIdx.x, kCopyIn);
 }
+
+const Module module(reinterpret_cast<const void*>(meet<1>));
 
 }  // namespace
 }  // namespace expertd

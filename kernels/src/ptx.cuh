@@ -1,4 +1,5 @@
-// Thin wrappers around PTX instructions that several kernels use (sm_90a).
+// Thin wrappers around PTX instructions that several kernels use (sm_90a). In builds for the portable path (EXPERTD_PORTABLE), which needs compute
+// capability 8.0, some have another form: without clusters, programmatic launches and the copy engine of sm_90.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +17,21 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
 }
 
 __device__ __forceinline__ void barrier_init_fence() {
+#ifndef EXPERTD_PORTABLE // where a barrier of the block is enough
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
+#ifdef EXPERTD_PORTABLE
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(smem_address(barrier)) : "memory");
+}
+#else
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t arrivals = 1) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
                  : "memory");
 }
+#endif
 
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
@@ -61,7 +70,11 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\n"
+#ifdef EXPERTD_PORTABLE
+                 "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
                  "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+#endif
                  "selp.u32 %0, 1, 0, p;\n}\n"
                  : "=r"(done)
                  : "r"(smem_address(barrier)), "r"(parity)
@@ -109,6 +122,13 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+#ifdef EXPERTD_PORTABLE
+// Every block is alone, so that what several blocks of a cluster do is not compiled.
+constexpr bool kHasClusters = false;
+__device__ __forceinline__ uint32_t cluster_blocks() { return 1; }
+__device__ __forceinline__ uint32_t cluster_block() { return 0; }
+#else
+constexpr bool kHasClusters = true;
 __device__ __forceinline__ uint32_t cluster_blocks() {
     uint32_t count;
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
@@ -121,6 +141,7 @@ __device__ __forceinline__ uint32_t cluster_block() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
     return block;
 }
+#endif
 
 // The two halves of cluster_sync(). A block has started when it arrives, and its earlier stores are visible to blocks that have waited.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -185,8 +206,14 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+__device__ __forceinline__ void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Orders ordinary accesses with those of the copy engine and the tensor cores.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+#ifndef EXPERTD_PORTABLE // where there is no copy engine
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 // As fence_async_proxy, for the block's shared memory only.
 __device__ __forceinline__ void fence_shared_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -246,9 +273,15 @@ template <int COUNT> __device__ __forceinline__ void named_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#ifndef EXPERTD_PORTABLE // whose kernels begin when the previous one has ended
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void let_next_kernel_start() {
+#ifndef EXPERTD_PORTABLE
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // Stores four 8x8 matrices of 16-bit elements, held by a warp in mma fragment order, transposed. Lane 8m + r gives the

@@ -105,6 +105,13 @@ impl Device {
             .map(|n| u32::try_from(n).unwrap_or(0))
     }
 
+    /// Whether its memory can be exported as a descriptor, as [`ShareableMemory`] is.
+    pub fn exports_memory(&self) -> Result<bool, DeviceError> {
+        let attribute =
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+        check("cuDeviceGetAttribute", self.context.attribute(attribute)).map(|can| can != 0)
+    }
+
     /// Free and total bytes of device memory.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         check("cuMemGetInfo", self.context.mem_get_info())

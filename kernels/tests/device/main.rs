@@ -10,12 +10,15 @@
 //! * `experts`: the experts' kernels in every weight format against f64.
 //! * `full`, `wide`, `skew`, `rows`, `word [format=0..5]`: shapes of released models, offsets beyond 2^32 bytes, rows on few experts,
 //!   rows that are not numbers, an error word that changes.
+//! * `same_bits`, `rates [format=0..5]`: the portable kernels beside those for Hopper, on Hopper.
 //! * `staging cases=N deadline=SECONDS`: a whole step from pinned host memory and back, as a replayed graph.
 //! * `peers ranks=N cases=N share=1`: the exchanges with one process per rank, over NCCL windows; then their times. With `share=1` ranks
 //!   share GPUs if there are too few.
 //! * `fp8_rows cases=N`: dispatch with FP8 rows.
 //! * `timing [placed=1]`: dispatch + combine of the loopback group under graph replay; with `placed=1` the owners of contiguous ranges
 //!   are looked up instead of computed.
+//!
+//! With `EXPERTD_GPU_PATH=portable` the checks run the portable kernels, on any card.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
 
@@ -34,6 +37,7 @@ mod timing;
 use std::process::ExitCode;
 
 use expertd_kernels::device::Device;
+use expertd_kernels::path::KernelPath;
 
 /// `key=value` arguments.
 pub struct Options(Vec<(String, String)>);
@@ -76,6 +80,9 @@ fn run(words: &[String]) -> Outcome {
     if Device::count()? == 0 {
         return Err("this machine has no GPU".into());
     }
+    if std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable") {
+        KernelPath::Portable.choose();
+    }
     match command.as_str() {
         "all" => {
             exchange::loopback(&options)?;
@@ -86,6 +93,7 @@ fn run(words: &[String]) -> Outcome {
             experts::sizes::skew(&options)?;
             experts::rows::check(&options)?;
             experts::word::check(&options)?;
+            experts::paths::same_bits(&options)?;
             staging::check(&options)
         }
         "loopback" => exchange::loopback(&options),
@@ -96,6 +104,8 @@ fn run(words: &[String]) -> Outcome {
         "skew" => experts::sizes::skew(&options),
         "rows" => experts::rows::check(&options),
         "word" => experts::word::check(&options),
+        "same_bits" => experts::paths::same_bits(&options),
+        "rates" => experts::paths::rates(&options),
         "fp8_rows" => fp8_rows::check(&options),
         "gate" => gate::check(&options),
         "experts" => experts::check(&options),

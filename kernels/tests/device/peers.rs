@@ -40,7 +40,7 @@ pub fn parent(options: &Options) -> Outcome {
             }
         }
         // Multicast is off, and modules are loaded before any kernel waits for a peer.
-        command.env("NCCL_NVLS_ENABLE", "0").env("CUDA_MODULE_LOADING", "EAGER");
+        command.env("NCCL_NVLS_ENABLE", "0").env("CUDA_MODULE_LOADING", "LAZY");
         if share {
             command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
         }

@@ -2,12 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 
-use expertd_types::Rank;
+use expertd_kernels::path::KernelPath;
+use expertd_types::{GpuPath, Rank};
 
-/// Compute capability that the kernels are built for.
-const CAPABILITY: (i32, i32) = (9, 0);
-/// The compute capability that the kernels are built for, for people.
-pub const CAPABILITY_NEEDED: &str = "compute capability 9.0 (Hopper)";
+/// Compute capability of the GPUs that have kernels of their own.
+const HOPPER: (i32, i32) = (9, 0);
+/// Oldest compute capability that the portable kernels run on.
+const OLDEST: (i32, i32) = (8, 0);
+/// The compute capabilities that the kernels run on, for people.
+pub const CAPABILITY_NEEDED: &str = "compute capability 8.0 (Ampere) or newer";
 /// What to do about a GPU with another compute capability.
 pub const CAPABILITY_WAY_OUT: &str = "hide it with CUDA_VISIBLE_DEVICES, or use --device cpu";
 /// Oldest NCCL with which several ranks can share a GPU: major and minor version.
@@ -58,10 +61,16 @@ pub struct GpuFacts {
 }
 
 impl GpuFacts {
-    /// Whether the kernels run on it.
+    /// The kernels that ranks run on it; `None` if none do.
     #[must_use]
-    pub fn is_supported(&self) -> bool {
-        self.capability == CAPABILITY
+    pub fn kernels(&self, path: GpuPath) -> Option<KernelPath> {
+        if self.capability < OLDEST {
+            None
+        } else if self.capability == HOPPER && path == GpuPath::Auto {
+            Some(KernelPath::Hopper)
+        } else {
+            Some(KernelPath::Portable)
+        }
     }
 
     /// What is wrong with an unsupported GPU, and what to do.
@@ -131,11 +140,17 @@ mod tests {
     }
 
     #[test]
-    fn only_hopper_is_supported() {
+    fn the_kernels_follow_from_the_card_and_the_setting() {
         let of = |capability| GpuFacts { name: "A card".into(), capability };
-        assert!(of((9, 0)).is_supported() && !of((8, 0)).is_supported() && !of((10, 0)).is_supported());
-        let refusal = of((8, 9)).refusal(3);
-        for part in ["GPU 3 (A card)", "8.9", "9.0 (Hopper)", "--device cpu"] {
+        let portable = Some(KernelPath::Portable);
+        assert_eq!(of((9, 0)).kernels(GpuPath::Auto), Some(KernelPath::Hopper));
+        assert_eq!(of((9, 0)).kernels(GpuPath::Portable), portable);
+        for capability in [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)] {
+            assert_eq!(of(capability).kernels(GpuPath::Auto), portable, "{capability:?}");
+        }
+        assert_eq!(of((7, 5)).kernels(GpuPath::Portable), None);
+        let refusal = of((7, 5)).refusal(3);
+        for part in ["GPU 3 (A card)", "7.5", "8.0 (Ampere)", "--device cpu"] {
             assert!(refusal.contains(part), "{part} is not in {refusal}");
         }
     }

@@ -5,9 +5,11 @@ use std::path::Path;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
+use crate::format::{DeviceFormat, Stored};
 use crate::gpus::is_shared;
 use expertd_ipc::GroupShape;
 use expertd_model::{ModelSpec, MoeLayer};
+use expertd_types::{Fp8Products, GpuPath};
 
 /// Whether this build can run ranks on GPUs.
 pub const BUILT: bool = cfg!(feature = "cuda");
@@ -19,6 +21,9 @@ pub const EAGER: &str = "EXPERTD_CUDA_EAGER";
 /// no wait for a rank whose rows arrived later.
 pub const ALIGNED: &str = "EXPERTD_CUDA_ALIGNED";
 
+/// Environment variable of the setting `gpu_path`, through which ranks and loaders get it, too.
+pub const GPU_PATH: &str = "EXPERTD_GPU_PATH";
+
 /// Error message for a build without GPU ranks, with the way out.
 pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo build --release --features cuda` \
                               (scripts/fetch-cuda.sh gets the compiler), or use --device cpu";
@@ -26,11 +31,11 @@ pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo bui
 /// The kernels' row length is a multiple of this number of elements; shorter rows are padded.
 const ROW_UNIT: usize = 64;
 
-/// Environment variables that ranks on GPUs need: no NVLink multicast, all kernels loaded before any wait on the device, and NCCL's
-/// permission to share a GPU if ranks do. `gpus` has each rank's GPU.
+/// Environment variables that ranks on GPUs need: no NVLink multicast, only those kernels loaded that ranks ask for (they ask for all
+/// of their path before any wait on the device), and NCCL's permission to share a GPU if ranks do. `gpus` has each rank's GPU.
 #[must_use]
 pub fn environment(gpus: &[u32]) -> Vec<(String, String)> {
-    let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")];
+    let mut all = vec![("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "LAZY")];
     if is_shared(gpus) {
         all.push(("NCCL_MULTI_RANK_GPU_ENABLE", "1"));
     }
@@ -38,6 +43,13 @@ pub fn environment(gpus: &[u32]) -> Vec<(String, String)> {
         all.push((ORDER, BY_ADDRESS));
     }
     all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// Environment variables that tell ranks which kernels to run, and where the driver keeps those that it compiles.
+#[must_use]
+pub fn path_environment(path: GpuPath, cache: Option<&Path>) -> Vec<(String, String)> {
+    let cache = cache.map(|folder| ("CUDA_CACHE_PATH".to_owned(), folder.display().to_string()));
+    std::iter::once((GPU_PATH.to_owned(), path.to_string())).chain(cache).collect()
 }
 
 /// Variable that decides how CUDA numbers GPUs: by PCI address unless the user sets it, so that the router can compute the
@@ -133,6 +145,28 @@ pub fn check(spec: &ModelSpec, shape: &GroupShape) -> Result<(), String> {
         if let Some(what) = unsupported(moe) {
             return Err(format!(
                 "device cuda: layer {layer} {what}, which GPU ranks do not support; use --device cpu"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Checks whether the portable kernels have the formats that experts get in device memory.
+///
+/// # Errors
+/// The first layer with another format.
+pub fn check_portable(spec: &ModelSpec, products: Fp8Products) -> Result<(), String> {
+    for (layer, moe) in spec.moe_layers() {
+        let shared = moe.shared.as_ref().map(Stored::shared);
+        for stored in [Some(Stored::routed(&moe.experts)), shared].into_iter().flatten() {
+            let way_out = match stored.on_device(products) {
+                format if format.is_portable() => continue,
+                DeviceFormat::W8a8 => "--fp8-compute bf16 and --mxfp4-compute bf16",
+                _ => "--device cpu",
+            };
+            return Err(format!(
+                "the experts of layer {layer} would be held as: {}; the portable kernels do not compute that; use {way_out}",
+                stored.explain(products)
             ));
         }
     }

@@ -17,14 +17,15 @@ mod placement;
 #[cfg(feature = "cuda")]
 pub mod windows;
 
+pub use expertd_kernels::path::KernelPath;
 pub use format::{DeviceFormat, Stored, weight_bytes};
 pub use gpus::{
     CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, GpuFacts, Inventory, NcclFacts, RankGpu, SHARING_NEEDED,
     SHARING_WAY_OUT, is_shared,
 };
 pub use host::{
-    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
-    window_bytes,
+    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, GPU_PATH, check, check_portable, environment, kernel_shape,
+    numa_nodes, path_environment, present, window_bytes,
 };
 pub use placement::copy_tables;
 
@@ -69,6 +70,7 @@ pub fn inventory() -> Result<Inventory, String> {
 pub fn ceilings(gpus: &[u32]) -> Result<Ceilings, String> {
     #[cfg(feature = "cuda")]
     {
+        engine::check_ceilings(gpus)?;
         expertd_kernels::ceilings::measure(gpus).map_err(|error| error.to_string())
     }
     #[cfg(not(feature = "cuda"))]

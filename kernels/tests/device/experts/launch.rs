@@ -1,6 +1,6 @@
 //! Experts and rows in device memory, poisoned where the kernel writes, and launches.
 
-use expertd_kernels::device::{Buffer, Device, Stream};
+use expertd_kernels::device::{Buffer, Device, Stream, read_device, write_device};
 use expertd_kernels::experts::{
     self, ExpertsParams, LayerWeights, PACK_DOWN, PACK_GATE_UP, PackNarrowParams, PackParams,
 };
@@ -125,6 +125,44 @@ pub fn load(device: &Device, case: &Case, all: &[Expert]) -> Result<Loaded, Box<
     };
     let held = (vec![gate_up_held, down_held], vec![gate_up_bias, down_bias, gate_up_scale, down_scale]);
     Ok(Loaded { weights, held })
+}
+
+impl Loaded {
+    /// `count` experts in device memory, each of which is one of `all`.
+    pub fn repeated(
+        device: &Device,
+        case: &Case,
+        all: &[Expert],
+        count: usize,
+    ) -> Result<Loaded, Box<dyn std::error::Error>> {
+        let some = load(device, case, all)?;
+        let mut bytes_held = Vec::new();
+        let mut repeat = |address: u64, bytes: usize| -> Result<u64, Box<dyn std::error::Error>> {
+            let mut host = vec![0_u8; bytes * all.len()];
+            // SAFETY: the loaded experts have these bytes.
+            unsafe { read_device(address, &mut host)? };
+            let (held, to) = room(device, (bytes * count) as u64)?;
+            for expert in 0..count {
+                let from = &host[expert % all.len() * bytes..][..bytes];
+                // SAFETY: the memory has room for `count` of them.
+                unsafe { write_device(to + (expert * bytes) as u64, from)? };
+            }
+            bytes_held.push(held);
+            Ok(to)
+        };
+        let matrix = |kind| experts::matrix_bytes(case.format, kind, case.hidden, case.inter) as usize;
+        let of = some.weights;
+        let weights = LayerWeights {
+            gate_up: repeat(of.gate_up, matrix(PACK_GATE_UP))?,
+            down: repeat(of.down, matrix(PACK_DOWN))?,
+            gate_up_scale: repeat(of.gate_up_scale, 2 * case.inter * 4)?,
+            down_scale: repeat(of.down_scale, case.hidden * 4)?,
+            gate_up_bias: 0,
+            down_bias: 0,
+            ..of
+        };
+        Ok(Loaded { weights, held: (bytes_held, Vec::new()) })
+    }
 }
 
 /// Routing and rows of a launch, and what comes of it.
@@ -261,8 +299,13 @@ impl Launch {
 
     /// Enqueues the launch.
     pub fn enqueue(&self) -> Outcome {
+        self.enqueue_on(&self.stream)
+    }
+
+    /// Enqueues the launch on another stream, which must be drained before the buffers are dropped.
+    pub fn enqueue_on(&self, stream: &Stream) -> Outcome {
         // SAFETY: buffers of those sizes, alive until the stream is drained.
-        unsafe { experts::experts(&self.params, self.stream.raw())? };
+        unsafe { experts::experts(&self.params, stream.raw())? };
         Ok(())
     }
 

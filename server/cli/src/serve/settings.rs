@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use expertd_ipc::control::DeviceKind;
 use expertd_scheduler::OnFault;
-use expertd_types::Fp8Compute;
+use expertd_types::{Fp8Compute, GpuPath};
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ macro_rules! show_quoted {
         $(impl Show for $ty { fn show(&self) -> String { toml::Value::String(self.to_string()).to_string() } })*
     };
 }
-show_quoted!(String, DeviceKind, OnFault, Fp8Compute, std::path::Display<'_>);
+show_quoted!(String, DeviceKind, OnFault, Fp8Compute, GpuPath, std::path::Display<'_>);
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -187,8 +187,14 @@ settings! {
     share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", in "Ranks and devices", arg(num_args = 0..=1, default_missing_value = "true");
     /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
     device: DeviceKind = None, env "EXPERTD_DEVICE", in "Ranks and devices";
+    /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
+    /// ones everywhere [default: auto]
+    gpu_path: GpuPath = None, env "EXPERTD_GPU_PATH", in "Ranks and devices";
+    /// Folder in which the driver keeps kernels that it has compiled for GPUs without machine code in the build [default: the driver's
+    /// (~/.nv/ComputeCache)]
+    gpu_cache_dir: PathBuf = None, env "EXPERTD_GPU_CACHE_DIR", in "Ranks and devices";
     /// How ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the weights
-    /// (on CPUs to f32), which is more exact [default: fp8 on GPUs, bf16 on CPUs]
+    /// (on CPUs to f32), which is more exact [default: fp8 on GPUs with kernels for Hopper, else bf16]
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE", in "Model and weights";
     /// How ranks multiply MXFP4 weights: bf16 widens them (on CPUs to f32); fp8 quantises the rows to FP8, which is less exact, and
     /// GPUs then hold the weights as FP8, in twice the memory, which is faster from some hundred rows per rank on [default: bf16]
@@ -353,7 +359,7 @@ mod tests {
             got.shown().iter().map(|s| format!("{}={}", s.name, s.value.as_deref().unwrap_or("-"))).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_path=- gpu_cache_dir=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
              session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \

@@ -34,7 +34,7 @@ mod usage;
 mod weights;
 mod weights_error;
 
-pub(crate) use probe::{inventory, probe};
+pub(crate) use probe::{check_ceilings, inventory, probe};
 pub(crate) use setup::load;
 pub(crate) use weights::pack;
 

@@ -1,10 +1,22 @@
 //! The GPU of a rank or loader.
 
 use expertd_kernels::device::{Device, DeviceError};
+use expertd_types::GpuPath;
 
-use crate::GpuFacts;
+use crate::{GPU_PATH, GpuFacts};
 
-/// Opens the GPU of a rank and checks that the kernels support it.
+/// The setting of the service, in its ranks and loaders.
+///
+/// # Errors
+/// If the variable has an unknown value.
+pub(super) fn gpu_path() -> Result<GpuPath, String> {
+    match std::env::var(GPU_PATH) {
+        Ok(text) => text.parse().map_err(|error| format!("{GPU_PATH}: {error}")),
+        Err(_) => Ok(GpuPath::Auto),
+    }
+}
+
+/// Opens the GPU of a rank, checks that ranks can use it, and chooses the kernels of this process.
 ///
 /// # Errors
 /// What was found and what to do.
@@ -19,5 +31,14 @@ pub(super) fn open(gpu: u32) -> Result<Device, String> {
     let device = Device::open(gpu).map_err(failed)?;
     let capability = device.capability().map_err(failed)?;
     let facts = GpuFacts { name: device.name().unwrap_or_default(), capability };
-    if facts.is_supported() { Ok(device) } else { Err(facts.refusal(gpu)) }
+    let kernels = facts.kernels(gpu_path()?).ok_or_else(|| facts.refusal(gpu))?;
+    if !device.exports_memory().map_err(failed)? {
+        return Err(format!(
+            "GPU {gpu} ({}) cannot export memory as a descriptor, which weights that outlive ranks need (a virtual GPU, or WSL?); \
+             use --device cpu",
+            facts.name
+        ));
+    }
+    kernels.choose();
+    Ok(device)
 }

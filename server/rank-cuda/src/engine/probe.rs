@@ -8,6 +8,10 @@ use std::time::Duration;
 use expertd_kernels::device::{Device, DeviceError, describe_device, driver_version, read_device};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Version, Window};
 
+use expertd_kernels::path::KernelPath;
+use expertd_types::GpuPath;
+
+use super::open::gpu_path;
 use crate::{
     CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, Check, GpuFacts, Inventory, NcclFacts, SHARING_NEEDED,
     SHARING_WAY_OUT,
@@ -38,13 +42,17 @@ pub(crate) fn probe() -> Vec<Check> {
         checks.push(match (device.name(), device.capability(), device.memory()) {
             (Ok(name), Ok(capability), Ok((free, total))) => {
                 let (major, minor) = capability;
+                let facts = GpuFacts { name, capability };
+                let kernels = facts.kernels(gpu_path().unwrap_or_default());
                 let found = format!(
-                    "{name}, compute capability {major}.{minor}, {} of {} GiB free",
+                    "{}, compute capability {major}.{minor}{}, {} of {} GiB free",
+                    facts.name,
+                    kernels.map_or_else(String::new, |kernels| format!(" ({kernels})")),
                     free >> 30,
                     total >> 30
                 );
-                let is_supported = GpuFacts { name, capability }.is_supported();
-                Check::new(&format!("GPU {ordinal}"), is_supported, found, needed).way_out(CAPABILITY_WAY_OUT)
+                Check::new(&format!("GPU {ordinal}"), kernels.is_some(), found, needed)
+                    .way_out(CAPABILITY_WAY_OUT)
             }
             (name, capability, memory) => {
                 let error = [name.err(), capability.err(), memory.err()].into_iter().flatten().next();
@@ -53,6 +61,7 @@ pub(crate) fn probe() -> Vec<Check> {
             }
         });
     }
+    checks.push(exports(&devices));
     if devices.len() > 1 {
         checks.push(peers(&devices));
     }
@@ -79,6 +88,25 @@ pub(crate) fn inventory() -> Result<Inventory, String> {
     let gpus = gpus.map_err(|error: DeviceError| error.to_string())?;
     let nccl = Library::open(None).map(|library| nccl_facts(&library)).map_err(|error| error.to_string());
     Ok(Inventory { gpus, nccl })
+}
+
+/// Checks that the kernels that measure speed limits run on these GPUs.
+///
+/// # Errors
+/// The first GPU on which they do not.
+pub(crate) fn check_ceilings(gpus: &[u32]) -> Result<(), String> {
+    let count = Device::count().map_err(|error| error.to_string())?;
+    for &gpu in gpus.iter().filter(|&&gpu| gpu < count) {
+        let (name, capability) = describe_device(gpu).map_err(|error| error.to_string())?;
+        let facts = GpuFacts { name, capability };
+        if facts.kernels(GpuPath::Auto) != Some(KernelPath::Hopper) {
+            return Err(format!(
+                "speed limits are measured on compute capability 9.0 only, and GPU {gpu} ({}) has {}.{}",
+                facts.name, capability.0, capability.1
+            ));
+        }
+    }
+    Ok(())
 }
 
 fn nccl_facts(library: &Library) -> NcclFacts {
@@ -113,6 +141,21 @@ fn devices() -> Result<Vec<Device>, String> {
     if devices.is_empty() { Err("none".to_owned()) } else { Ok(devices) }
 }
 
+fn exports(devices: &[Device]) -> Check {
+    let cannot: Vec<String> = (0..)
+        .zip(devices)
+        .filter(|(_, device)| !device.exports_memory().unwrap_or(false))
+        .map(|(gpu, _): (u32, _)| gpu.to_string())
+        .collect();
+    let found = if cannot.is_empty() {
+        "every GPU can".to_owned()
+    } else {
+        format!("not GPU {}", cannot.join(", "))
+    };
+    Check::new("export", cannot.is_empty(), found, "export memory as descriptors, for weights that outlive ranks")
+        .way_out("virtual GPUs and WSL may not do that; use --device cpu")
+}
+
 fn peers(devices: &[Device]) -> Check {
     let (mut pairs, mut apart) = (0, Vec::new());
     for (i, one) in devices.iter().enumerate() {
@@ -129,7 +172,7 @@ fn peers(devices: &[Device]) -> Check {
         format!("not from GPU {}", apart.join(", "))
     };
     Check::new("peer access", apart.is_empty(), found, "every GPU reaches every other")
-        .way_out("choose GPUs that NVLink connects with CUDA_VISIBLE_DEVICES; look at `nvidia-smi topo -m`")
+        .way_out("choose GPUs that reach each other with CUDA_VISIBLE_DEVICES (`nvidia-smi topo -m`), or one rank (--ranks 1)")
 }
 
 fn nccl_missing(devices: usize, error: String) -> Check {

@@ -9,6 +9,8 @@ use std::time::Duration;
 use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, Pinned};
 use expertd_kernels::layout::Shape;
+use expertd_kernels::path::KernelPath;
+use expertd_kernels::{experts, launch};
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
@@ -46,7 +48,13 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let tables = weights.copy_tables();
     let physical = |tables: &CopyTables| (setup.shape.ranks * tables.per_rank()) as usize;
     let shape = gpu::kernel_shape(&setup.shape, tables.as_ref().map_or(spec.max_experts(), physical));
-    expertd_kernels::experts::setup().map_err(setup_failure)?;
+    let kernels = KernelPath::chosen();
+    if kernels == KernelPath::Portable {
+        gpu::check_portable(spec, setup.fp8_products).map_err(setup_failure)?;
+    }
+    let took = launch::load_kernels().map_err(setup_failure)?;
+    tracing::info!(%kernels, ?took, "kernels are loaded");
+    experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
 
     let windows = join(setup, &device, &shape, socket, reader)?;
@@ -81,8 +89,9 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let usage = device.uuid().ok().and_then(usage::reader);
     clock.end("usage");
     let describe = format!(
-        "cuda, GPU {} ({name}){}{}",
+        "cuda, GPU {} ({name}){}{}{}",
         gpu.index,
+        if kernels == KernelPath::Portable { ", portable kernels" } else { "" },
         if gpu.ranks == 1 { String::new() } else { format!(", shared by {} ranks", gpu.ranks) },
         if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
     );

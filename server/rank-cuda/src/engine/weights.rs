@@ -7,6 +7,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 
 use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, ShareableMemory};
+use expertd_kernels::path::KernelPath;
 use serde::{Deserialize, Serialize};
 
 use super::layers::{LayerFacts, Layers, place};
@@ -14,7 +15,7 @@ use super::open::open;
 use super::upload::Upload;
 use super::weights_error::WeightsError;
 use crate::experts::{PackOn, WeightSpace, bf16_parts, padded};
-use crate::{RankGpu, copy_tables};
+use crate::{RankGpu, check_portable, copy_tables};
 use expertd_ipc::control::{LoaderSetup, RankSetup};
 use expertd_ipc::{SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, ModelSpec};
@@ -69,6 +70,9 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let (device, checkpoint) = (device.map_err(WeightsError::Gpu)?, checkpoint?);
     device.bind()?;
     let spec = checkpoint.spec();
+    if KernelPath::chosen() == KernelPath::Portable {
+        check_portable(spec, setup.fp8_products).map_err(WeightsError::Gpu)?;
+    }
     let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, setup.checkpoint.placement.clone());
     clock.end("device and checkpoint");
     let mut facts = pool.install(|| facts_of(&checkpoint))?;

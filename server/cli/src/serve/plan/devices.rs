@@ -4,7 +4,8 @@ use super::PlanError;
 use super::values::{derive, value};
 use crate::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::DeviceKind;
-use expertd_rank_cuda::{self as gpu, Inventory};
+use expertd_rank_cuda::{self as gpu, Inventory, KernelPath};
+use expertd_types::GpuPath;
 
 /// Largest number of ranks on one host.
 pub(super) const MAX_RANKS: u32 = 8;
@@ -47,6 +48,8 @@ pub(super) struct Devices {
     pub(super) ranks: u32,
     /// `[ranks]`: each rank's GPU; empty on CPUs.
     pub(super) gpus: Vec<u32>,
+    /// The kernels of GPU ranks; `None` if the driver did not answer.
+    pub(super) kernels: Option<KernelPath>,
 }
 
 impl Devices {
@@ -85,9 +88,9 @@ impl Devices {
             return Err(value(if list.is_some() { "gpus" } else { "device" }, gpu::BUILD_HINT));
         }
         let found = if given.device.0 == Some(DeviceKind::Cpu) || !host.has_gpu_ranks || host.gpus == 0 {
-            Found { count: host.gpus, inventory: None }
+            Found { count: host.gpus, inventory: None, path: GpuPath::Auto }
         } else {
-            Found::ask(host)
+            Found::ask(host, given.gpu_path.0.unwrap_or_default())
         };
         let (default, why) = match (host.has_gpu_ranks, found.supported().is_empty()) {
             _ if list.is_some() => (DeviceKind::Cuda, "GPUs are listed".to_owned()),
@@ -104,7 +107,7 @@ impl Devices {
                 tracing::warn!(why = refusal, "the ranks run on the CPU");
             }
             let ranks = derive(&mut given.ranks, host.nodes.clamp(1, MAX_RANKS), "one per NUMA node");
-            return Ok(Devices { device, ranks, gpus: Vec::new() });
+            return Ok(Devices { device, ranks, gpus: Vec::new(), kernels: None });
         }
         if found.count == 0 {
             return Err(value(
@@ -120,7 +123,10 @@ impl Devices {
         let text: Vec<String> = gpus.iter().map(u32::to_string).collect();
         derive(&mut given.gpus, text.join(","), "one per rank");
         let ranks = derive(&mut given.ranks, gpus.len() as u32, "one per GPU listed");
-        Ok(Devices { device, ranks, gpus })
+        let kernels = found.kernels_of(&gpus)?;
+        let why = kernels.map_or_else(String::new, |kernels| format!("the ranks run {kernels}"));
+        derive(&mut given.gpu_path, GpuPath::Auto, &*why);
+        Ok(Devices { device, ranks, gpus, kernels })
     }
 }
 
@@ -130,17 +136,33 @@ struct Found {
     count: u32,
     /// `None` if nothing was asked, or the driver did not answer: ranks then say what is wrong.
     inventory: Option<Inventory>,
+    /// The setting.
+    path: GpuPath,
 }
 
 impl Found {
-    fn ask(host: &Host<'_>) -> Self {
+    fn ask(host: &Host<'_>, path: GpuPath) -> Self {
         match (host.inventory)() {
-            Ok(inventory) => Found { count: inventory.gpus.len() as u32, inventory: Some(inventory) },
+            Ok(inventory) => Found { count: inventory.gpus.len() as u32, inventory: Some(inventory), path },
             Err(error) => {
                 tracing::warn!(%error, "the GPUs cannot be examined before the ranks start");
-                Found { count: host.gpus, inventory: None }
+                Found { count: host.gpus, inventory: None, path }
             }
         }
+    }
+
+    /// The kernels that ranks on these GPUs run, which are the same on all of them.
+    fn kernels_of(&self, gpus: &[u32]) -> Result<Option<KernelPath>, PlanError> {
+        let Some(inventory) = &self.inventory else { return Ok(None) };
+        let of = |gpu: &u32| inventory.gpus.get(*gpu as usize).and_then(|facts| facts.kernels(self.path));
+        let first = gpus.first().and_then(of);
+        if gpus.iter().any(|gpu| of(gpu) != first) {
+            return Err(value(
+                "gpu-path",
+                "is auto, but some of the GPUs are Hopper and others are not; choose GPUs of one kind (--gpus), or set it to portable",
+            ));
+        }
+        Ok(first)
     }
 
     /// The GPUs that the kernels run on, as far as that is known.
@@ -152,7 +174,7 @@ impl Found {
     /// Why ranks cannot use the GPU; `None` if they can.
     fn refusal(&self, gpu: u32) -> Option<String> {
         let facts = self.inventory.as_ref()?.gpus.get(gpu as usize)?;
-        (!facts.is_supported()).then(|| facts.refusal(gpu))
+        facts.kernels(self.path).is_none().then(|| facts.refusal(gpu))
     }
 
     /// The reason why the first unsupported GPU cannot be used.

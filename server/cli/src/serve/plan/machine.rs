@@ -9,7 +9,7 @@ use crate::cores::{self, available_cores, numa_nodes, share_cores, share_cores_n
 use crate::inventory;
 use crate::serve::settings::Given;
 use expertd_ipc::control::DeviceKind;
-use expertd_rank_cuda as gpu;
+use expertd_rank_cuda::{self as gpu, KernelPath};
 use expertd_shm::wait::SPIN_TIME;
 use expertd_types::{Fp8Compute, Fp8Products};
 
@@ -22,6 +22,10 @@ pub(super) struct Machine {
     pub(super) ranks: u32,
     /// `[ranks]`: each rank's GPU; empty on CPUs.
     pub(super) gpus: Vec<u32>,
+    /// The kernels of GPU ranks, if that is known.
+    pub(super) kernels: Option<KernelPath>,
+    /// Environment variables of ranks and loaders.
+    pub(super) environment: Vec<(String, String)>,
     /// The experts whose products are computed in FP8.
     pub(super) fp8_products: Fp8Products,
     /// Number of cores that may be busy all the time.
@@ -55,16 +59,25 @@ impl Machine {
             );
         }
         let host = Host::here(&inventory::in_child_process, numa_nodes(&cores).len() as u32);
-        let Devices { device, ranks, gpus } = Devices::choose(given, &host)?;
+        let Devices { device, ranks, gpus, kernels } = Devices::choose(given, &host)?;
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
         let fp8_compute = match device {
             DeviceKind::Cpu => derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks keep rows in f32"),
+            DeviceKind::Cuda if kernels == Some(KernelPath::Portable) => {
+                derive(&mut given.fp8_compute, Fp8Compute::Bf16, "the portable kernels multiply in bf16")
+            }
             DeviceKind::Cuda => {
                 derive(&mut given.fp8_compute, Fp8Compute::Fp8, "as FP8 checkpoints are meant to be run")
             }
         };
         let mxfp4_compute =
             derive(&mut given.mxfp4_compute, Fp8Compute::Bf16, "MXFP4 checkpoints quantise the weights only");
+        for (name, compute) in [("fp8-compute", fp8_compute), ("mxfp4-compute", mxfp4_compute)] {
+            if kernels == Some(KernelPath::Portable) && compute == Fp8Compute::Fp8 {
+                let found = "is fp8, but the ranks run the portable kernels, which multiply in bf16; leave it out";
+                return Err(value(name, found));
+            }
+        }
         let fp8_products = Fp8Products {
             of_fp8: fp8_compute == Fp8Compute::Fp8,
             of_mxfp4: mxfp4_compute == Fp8Compute::Fp8,
@@ -80,7 +93,27 @@ impl Machine {
         // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
         let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
-        Ok(Machine { device, ranks, gpus, fp8_products, usable_cores, shares, nodes, spin })
+        let environment = match device {
+            DeviceKind::Cpu => Vec::new(),
+            DeviceKind::Cuda => {
+                let path = given.gpu_path.0.unwrap_or_default();
+                let mut all = gpu::environment(&gpus);
+                all.extend(gpu::path_environment(path, given.gpu_cache_dir.0.as_deref()));
+                all
+            }
+        };
+        Ok(Machine {
+            device,
+            ranks,
+            gpus,
+            kernels,
+            environment,
+            fp8_products,
+            usable_cores,
+            shares,
+            nodes,
+            spin,
+        })
     }
 }
 

@@ -241,7 +241,7 @@ fn cluster(
     description: serde_json::Value,
     max_weight_bytes: Option<u64>,
 ) -> ClusterConfig {
-    let Machine { device, gpus, fp8_products, usable_cores, shares, spin, .. } = machine;
+    let Machine { device, gpus, environment, fp8_products, usable_cores, shares, spin, .. } = machine;
     ClusterConfig {
         shape,
         windows: match device {
@@ -263,10 +263,7 @@ fn cluster(
         liveness_timeout: timeouts.liveness,
         forming_timeout: timeouts.forming,
         step_timeout: timeouts.step,
-        environment: match device {
-            DeviceKind::Cpu => Vec::new(),
-            DeviceKind::Cuda => gpu::environment(&gpus),
-        },
+        environment,
         gpus,
     }
 }

@@ -103,6 +103,9 @@ impl Sizes {
             }
             DeviceKind::Cuda => {
                 gpu::check(spec, &shape).map_err(PlanError::Sizes)?;
+                if machine.kernels == Some(gpu::KernelPath::Portable) {
+                    gpu::check_portable(spec, machine.fp8_products).map_err(PlanError::Sizes)?;
+                }
                 gpu::window_bytes(&shape, spec.max_experts())
             }
         };

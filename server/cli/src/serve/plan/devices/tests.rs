@@ -17,7 +17,7 @@ use crate::serve::plan::{Timeouts, cluster};
 use crate::serve::settings::Source;
 
 const HOPPER: (i32, i32) = (9, 0);
-const AMPERE: (i32, i32) = (8, 0);
+const TURING: (i32, i32) = (7, 5);
 
 fn inventory(gpus: &[(i32, i32)], nccl: Result<(u32, u32, u32), &str>) -> Inventory {
     let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability };
@@ -38,7 +38,8 @@ fn listed(gpus: &str, share: bool) -> ServeArgs {
 }
 
 fn on_gpus(gpus: &[u32]) -> Result<Devices, String> {
-    Ok(Devices { device: DeviceKind::Cuda, ranks: gpus.len() as u32, gpus: gpus.to_vec() })
+    let kernels = Some(KernelPath::Hopper);
+    Ok(Devices { device: DeviceKind::Cuda, ranks: gpus.len() as u32, gpus: gpus.to_vec(), kernels })
 }
 
 #[test]
@@ -67,7 +68,7 @@ fn ranks_share_a_gpu_if_that_is_allowed_and_nccl_can() {
 
 #[test]
 fn contradictions_and_unknown_gpus_are_named() {
-    let two = inventory(&[HOPPER, AMPERE], Ok((2, 30, 7)));
+    let two = inventory(&[HOPPER, TURING], Ok((2, 30, 7)));
     let refused = |serve: ServeArgs| choose(serve, &two).0.unwrap_err();
     for (serve, part) in [
         (
@@ -77,7 +78,7 @@ fn contradictions_and_unknown_gpus_are_named() {
         (ServeArgs { device: Some(DeviceKind::Cpu), ..listed("0", false) }, "device is cpu"),
         (listed("2", false), "names GPU 2, but this process sees 2 GPUs"),
         (listed("0,0,0,0,0,0,0,0,0", true), "has 9 entries"),
-        (listed("1", false), "compute capability 8.0, needed: compute capability 9.0 (Hopper)"),
+        (listed("1", false), "compute capability 7.5, needed: compute capability 8.0 (Ampere) or newer"),
         (listed("", false), "is not the number of a GPU"),
         (listed("0-1", false), "`0-1` in `0-1`"),
         (listed("0,-1", false), "`-1` in"),
@@ -93,27 +94,44 @@ fn contradictions_and_unknown_gpus_are_named() {
 
 #[test]
 fn without_a_list_ranks_take_the_supported_gpus_in_turn() {
-    let found = inventory(&[AMPERE, HOPPER, HOPPER], Err("none"));
+    let found = inventory(&[TURING, HOPPER, HOPPER], Err("none"));
     assert_eq!(choose(ServeArgs::default(), &found).0, on_gpus(&[1, 2]));
     let one = ServeArgs { ranks: Some(1), ..ServeArgs::default() };
     let (chosen, given) = choose(one, &found);
     assert_eq!((chosen, given.gpus.0.as_deref()), (on_gpus(&[1]), Some("1")));
     let three = ServeArgs { ranks: Some(3), ..ServeArgs::default() };
     let refused = choose(three, &found).0.unwrap_err();
-    assert!(refused.contains("is 3, but only 2 GPUs") && refused.contains("8.0"), "{refused}");
+    assert!(refused.contains("is 3, but only 2 GPUs") && refused.contains("7.5"), "{refused}");
 }
 
 #[test]
 fn unsupported_gpus_leave_the_cpu_unless_gpus_were_asked_for() {
-    let found = inventory(&[AMPERE], Err("none"));
+    let found = inventory(&[TURING], Err("none"));
     let (chosen, given) = choose(ServeArgs::default(), &found);
-    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 2, gpus: Vec::new() }));
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 2, gpus: Vec::new(), kernels: None }));
     let Source::Default(why) = &given.device.1 else { panic!("{:?}", given.device) };
-    assert!(why.contains("GPU 0 (A card) has compute capability 8.0"), "{why}");
+    assert!(why.contains("GPU 0 (A card) has compute capability 7.5"), "{why}");
     assert_eq!(given.gpus.0, None);
     let cuda = ServeArgs { device: Some(DeviceKind::Cuda), ..ServeArgs::default() };
     let refused = choose(cuda, &found).0.unwrap_err();
     assert!(refused.starts_with("device: ") && refused.contains("use --device cpu"), "{refused}");
+}
+
+#[test]
+fn the_kernels_follow_from_the_cards_and_the_setting() {
+    const ADA: (i32, i32) = (8, 9);
+    let kernels = |serve: ServeArgs, cards: &[(i32, i32)]| {
+        let (chosen, given) = choose(serve, &inventory(cards, Err("none")));
+        (chosen.map(|devices| devices.kernels), given.gpu_path)
+    };
+    let (chosen, path) = kernels(ServeArgs::default(), &[ADA, TURING]);
+    assert_eq!(chosen, Ok(Some(KernelPath::Portable)));
+    assert_eq!(path, (Some(GpuPath::Auto), Source::Default("the ranks run portable kernels".into())));
+    let forced = ServeArgs { gpu_path: Some(GpuPath::Portable), ..ServeArgs::default() };
+    assert_eq!(kernels(forced.clone(), &[HOPPER, ADA]).0, Ok(Some(KernelPath::Portable)));
+    assert_eq!(kernels(ServeArgs::default(), &[HOPPER]).0, Ok(Some(KernelPath::Hopper)));
+    let refused = kernels(ServeArgs::default(), &[HOPPER, ADA]).0.unwrap_err();
+    assert!(refused.starts_with("gpu-path: ") && refused.contains("--gpus"), "{refused}");
 }
 
 /// The ranks' configuration on these GPUs; `given` has the other settings.
@@ -123,6 +141,8 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
         device: DeviceKind::Cuda,
         ranks: ranks as u32,
         gpus: gpus.to_vec(),
+        kernels: Some(KernelPath::Hopper),
+        environment: gpu::environment(gpus),
         fp8_products: Fp8Products::default(),
         usable_cores: ranks,
         shares: (0..ranks).map(|core| vec![core]).collect(),

@@ -1,0 +1,266 @@
+// The kernel for few rows of the portable path. It divides work, multiplies and adds up as experts_few.cu does, so a row gets the same bits.
+//
+// A consumer brings its own weights with cp.async, to a ring of its own whose depth follows from the shared memory of the device. Its next
+// chunks are under way while it multiplies one, also across segments and while it waits for h.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "../experts_few_roles.cuh"
+#include "../modules.h"
+#include "experts.h"
+
+namespace expertd {
+namespace {
+
+constexpr int ROWS_WARP = FEW_CONSUMERS + FEW_FINISHERS; // the last warp, which brings rows
+constexpr int THREADS = 32 * (ROWS_WARP + 1);
+constexpr int MOST_DEPTH = 6; // chunks of a consumer that are under way: enough for the bandwidth of a multiprocessor of any card
+
+// A format with the chunks and slots of this kernel.
+template <class Base, int UNITS> struct Few : Base {
+    static constexpr int CHUNK_UNITS = UNITS;
+    static constexpr int ROW_SLOTS = 1;
+};
+
+template <class Format> struct Layout {
+    static constexpr int CHUNK_BYTES = Format::CHUNK_UNITS * Format::UNIT_BYTES;
+    static constexpr int ROW_BYTES = FEW_TOKENS * Format::ROW_STRIDE; // of a consumer's slot of rows
+    static constexpr int ROWS = (int(sizeof(FewShared)) + 127) / 128 * 128 + 512; // place of the rows, behind the barriers
+    static constexpr int RINGS = ROWS + FEW_CONSUMERS * ROW_BYTES;                // place of the rings
+    static constexpr int bytes(int depth) { return RINGS + FEW_CONSUMERS * depth * CHUNK_BYTES; }
+    static_assert(CHUNK_BYTES % 16 == 0 && RINGS % 16 == 0 && bytes(2) <= 99 * 1024, "two chunks fit the smallest shared memory");
+};
+
+struct Barriers {
+    uint64_t full[FEW_CONSUMERS][MOST_DEPTH];
+    uint64_t unused[FEW_CONSUMERS]; // where Format::multiply_all arrives: a consumer's slots need no other warp's permission
+};
+static_assert(sizeof(Barriers) <= 512, "their place in Layout");
+
+// The chunks of a consumer's items, in the order in which it multiplies them.
+template <class Format> class Chunks {
+  public:
+    __device__ __forceinline__ Chunks(const ExpertdExpertsParams& p, const FewShared& shared, const FewShare& share, int warp)
+        : p_(p), shared_(shared), segments_(p, shared.tables, share), warp_(warp) {
+        more_ = next_segment();
+    }
+
+    // Starts to bring the next chunk, if there is one. All lanes must call it.
+    __device__ __forceinline__ void bring(uint32_t slot, uint64_t* full) {
+        if (!more_) return;
+        constexpr int PIECES = (Layout<Format>::CHUNK_BYTES + 511) / 512;
+        const int lane = threadIdx.x % 32, bytes = min(Format::CHUNK_UNITS, units_ - done_) * Format::UNIT_BYTES;
+        const char* from = source_ + done_ * Format::UNIT_BYTES;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int at = i * 512 + lane * 16;
+            if (at < bytes) copy_16(slot + at, from + at, true);
+        }
+        barrier_arrive_after_copies(full);
+        done_ += Format::CHUNK_UNITS;
+        if (done_ < units_) return;
+        done_ = 0, left_ -= FEW_CONSUMERS, source_ += FEW_CONSUMERS * block_bytes_;
+        if (left_ <= 0) more_ = next_segment();
+    }
+
+  private:
+    // Goes to the next segment of which the consumer has an item.
+    __device__ __forceinline__ bool next_segment() {
+        FewSegment segment;
+        while (segments_.next(segment)) {
+            const int first = residue_of(items_, warp_), all_units = (segment.phase == 0 ? 2 * p_.inter : p_.hidden) / UNIT_ROWS;
+            const int k_blocks = few_k_blocks<Format>(segment.k(p_));
+            items_ += k_blocks;
+            if (first >= k_blocks) continue;
+            left_ = k_blocks - first;
+            units_ = segment.units;
+            block_bytes_ = all_units * Format::UNIT_BYTES;
+            source_ = static_cast<const char*>(segment.phase == 0 ? shared_.layer.gate_up : shared_.layer.down) +
+                      (segment.expert * int64_t(k_blocks) + first) * block_bytes_ + int64_t(segment.unit) * Format::UNIT_BYTES;
+            return true;
+        }
+        return false;
+    }
+
+    const ExpertdExpertsParams& p_;
+    const FewShared& shared_;
+    FewSegments segments_;
+    const int warp_;
+    bool more_;
+    uint32_t items_ = 0; // of the block, up to the end of the segment
+    int left_;           // k blocks of the segment from the current one on
+    int units_, done_ = 0;
+    const char* source_;
+    int block_bytes_; // of a k block of the matrix
+};
+
+// Brings and multiplies the warp's items, as consume_few does.
+template <class Format>
+__device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared& shared, Barriers& barriers, const FewShare& share,
+                                        uint32_t memory, int depth, int warp) {
+    using Place = Layout<Format>;
+    const int lane = threadIdx.x % 32;
+    const uint32_t rows = memory + Place::ROWS + warp * Place::ROW_BYTES, place = Format::place(lane);
+    const uint32_t ring = memory + Place::RINGS + warp * depth * Place::CHUNK_BYTES;
+    uint64_t* full = barriers.full[warp];
+    Chunks<Format> ahead(p, shared, share, warp);
+    for (int i = 0; i < depth; i++) ahead.bring(ring + i * Place::CHUNK_BYTES, &full[i]);
+    int slot = 0;
+    uint32_t slot_parity = 0, items = 0, taken = 0, parity = 1;
+    FewSegments segments(p, shared.tables, share);
+    FewSegment segment;
+    while (segments.next(segment)) {
+        const int k_blocks = few_k_blocks<Format>(segment.k(p)), residue = residue_of(items, warp);
+        float sums[FEW_UNITS][4];
+#pragma unroll
+        for (int u = 0; u < FEW_UNITS; u++) sums[u][0] = sums[u][1] = sums[u][2] = sums[u][3] = 0.0f;
+#pragma unroll 1
+        for (int k = residue; k < k_blocks; k += FEW_CONSUMERS, taken++) {
+            barrier_wait(&shared.rows_full[warp][0], taken % 2);
+            const typename Format::Row row(rows, false, false);
+            __syncwarp(); // all lanes have read the rows
+            if (arrives_for_warp()) barrier_arrive(&shared.rows_empty[warp][0]);
+#pragma unroll
+            for (int u = 0; u < FEW_UNITS; u += Format::CHUNK_UNITS) {
+                if (u >= segment.units) break;
+                const uint32_t chunk = ring + slot * Place::CHUNK_BYTES;
+                barrier_wait(&full[slot], slot_parity);
+                if constexpr (Format::IN_TWOS) {
+                    Format::multiply_all(sums + u, row, chunk + place, min(Format::CHUNK_UNITS, segment.units - u), &barriers.unused[warp]);
+                    __syncwarp(); // all lanes have read the chunk
+                    ahead.bring(chunk, &full[slot]);
+                } else {
+                    // Of a chunk whose last units do not exist, what is multiplied is not used.
+                    typename Format::Unit unit[Format::CHUNK_UNITS];
+#pragma unroll
+                    for (int i = 0; i < Format::CHUNK_UNITS; i++) unit[i].load(chunk + place + i * Format::UNIT_BYTES, 0);
+                    __syncwarp();
+                    ahead.bring(chunk, &full[slot]);
+#pragma unroll
+                    for (int i = 0; i < Format::CHUNK_UNITS; i++) unit[i].multiply(sums[u + i], row);
+                }
+                if (++slot == depth) slot = 0, slot_parity ^= 1;
+            }
+        }
+        items += k_blocks;
+
+        barrier_wait(&shared.sums_empty, parity);
+        parity ^= 1;
+#pragma unroll
+        for (int u = 0; u < FEW_UNITS; u++) {
+            if (u >= segment.units) break;
+            shared.sums[residue][u][lane] = make_float4(sums[u][0], sums[u][1], sums[u][2], sums[u][3]);
+        }
+        __syncwarp();
+        if (arrives_for_warp()) barrier_arrive(&shared.sums_full);
+    }
+    copies_wait_all();
+}
+
+template <class Format>
+__global__ void __launch_bounds__(THREADS, 1) portable_few(const __grid_constant__ ExpertdExpertsParams p, int depth) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    FewShared& shared = *reinterpret_cast<FewShared*>(memory);
+    Barriers& barriers = *reinterpret_cast<Barriers*>(memory + Layout<Format>::ROWS - 512);
+    const int warp = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0) {
+        for (int c = 0; c < FEW_CONSUMERS; c++) {
+            for (int i = 0; i < depth; i++) barrier_init(&barriers.full[c][i], 32);
+            barrier_init(&barriers.unused[c], WARP_ARRIVALS);
+            barrier_init(&shared.rows_full[c][0], 32), barrier_init(&shared.rows_empty[c][0], WARP_ARRIVALS);
+        }
+        barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
+        barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
+    }
+    // make_few_tables adds up the tiles of FEW_THREADS threads, of which there are fewer here.
+    if (threadIdx.x < FEW_THREADS / 32 && threadIdx.x > ROWS_WARP) shared.warp_tiles[threadIdx.x] = 0;
+    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) {
+        const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
+        reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
+    }
+    bool failed = p.error != nullptr && __ldcg(p.error) != 0;
+    const int tiles = make_few_tables(p, shared, failed); // its barriers also make the above visible
+    if (failed) return;
+    if (shared.tables.offset[p.experts] > p.panel_rows) {
+        if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
+        return;
+    }
+    const FewShare share = few_share<Format>(p, tiles);
+    const uint32_t at = smem_address(memory);
+    if (warp < FEW_FINISHER) {
+        consume<Format>(p, shared, barriers, share, at, depth, warp);
+    } else if (warp < ROWS_WARP) {
+        finish_few<Format>(p, shared, share, warp - FEW_FINISHER);
+    } else {
+        bring_rows<Format>(p, shared, share, at + Layout<Format>::ROWS);
+    }
+}
+
+struct Fitting {
+    int blocks, depth; // no blocks: the kernel does not run on this device
+};
+
+// Blocks wait for each other's h, so all must be resident: one per multiprocessor. The ring takes what shared memory is left.
+template <class Format> Fitting fitting() {
+    static const Fitting found = [] {
+        Fitting fits = {0, 0};
+        int device = 0, processors = 0, shared = 0, each = 0;
+        if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+            cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+            return fits;
+        }
+        // For tests: the shared memory of smaller cards, in bytes.
+        if (const char* least = std::getenv("EXPERTD_PORTABLE_SHARED_BYTES")) shared = std::min(shared, std::atoi(least));
+        const int depth = std::min(MOST_DEPTH, (shared - Layout<Format>::bytes(0)) / (FEW_CONSUMERS * Layout<Format>::CHUNK_BYTES));
+        if (depth < 2) return fits;
+        const int bytes = Layout<Format>::bytes(depth);
+        if (cudaFuncSetAttribute(portable_few<Format>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, portable_few<Format>, THREADS, bytes) != cudaSuccess || each == 0) {
+            return fits;
+        }
+        return Fitting{processors, depth};
+    }();
+    return found;
+}
+
+template <class Format> int launch_of(const ExpertdExpertsParams& p, cudaStream_t stream) {
+    Fitting fits = fitting<Format>();
+    if (fits.blocks == 0) return cudaErrorInvalidConfiguration;
+    if (p.blocks > 0) fits.blocks = std::min(fits.blocks, int(p.blocks));
+    void* arguments[] = {const_cast<ExpertdExpertsParams*>(&p), &fits.depth};
+    const size_t bytes = Layout<Format>::bytes(fits.depth);
+    const auto kernel = reinterpret_cast<const void*>(portable_few<Format>);
+    if (p.flags & EXPERTD_LAUNCH_COOPERATIVE) return cudaLaunchCooperativeKernel(kernel, dim3(fits.blocks), dim3(THREADS), arguments, bytes, stream);
+    return cudaLaunchKernel(kernel, dim3(fits.blocks), dim3(THREADS), arguments, bytes, stream);
+}
+
+using Bf16Few = Few<FewBf16, 1>;
+using Fp8Few = Few<FewFp8, 1>;
+using Mxfp4Few = Few<FewMxfp4, 2>;
+using Int4Few = Few<FewInt4, 2>;
+using Int4ZerosFew = Few<FewInt4Zeros, 2>;
+
+const Module module(reinterpret_cast<const void*>(portable_few<Bf16Few>));
+
+} // namespace
+
+int setup_few() {
+    const bool fits = fitting<Bf16Few>().blocks > 0 && fitting<Fp8Few>().blocks > 0 && fitting<Mxfp4Few>().blocks > 0 &&
+                      fitting<Int4Few>().blocks > 0 && fitting<Int4ZerosFew>().blocks > 0;
+    return fits ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
+    switch (p.format) {
+    case EXPERTD_BF16: return launch_of<Bf16Few>(p, stream);
+    case EXPERTD_FP8: return launch_of<Fp8Few>(p, stream);
+    case EXPERTD_MXFP4: return launch_of<Mxfp4Few>(p, stream);
+    case EXPERTD_INT4: return launch_of<Int4Few>(p, stream);
+    case EXPERTD_INT4_ZEROS: return launch_of<Int4ZerosFew>(p, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace expertd
