@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs every test that needs GPUs, a few at a time, each with a time limit, and prints what passed.
 
-    scripts/gpu_checks.py [--ranks LIST] [--one-gpu] [--mps] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS]
+    scripts/gpu_checks.py [--ranks LIST] [--one-gpu] [--mps] [--portable] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS]
                           [--budget SECONDS] [--logs FOLDER] [--list] [FILTER...]
 
 Builds the programs with `cargo --release --features cuda` unless --programs names a folder that holds them: `e2e`, `device`,
@@ -11,7 +11,8 @@ fixtures at the path of the checkout they were built in; EXPERTD_BINARY names ex
 Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
 by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
-use two ranks, as more can block one another (docs/gpu.md). With --one-gpu each test uses one GPU, and --lanes tests run on each.
+use two ranks, as more can block one another (docs/gpu.md). With --portable everything runs the portable kernels, which cards other than
+Hopper do anyway; tests of what those do not have (products of FP8) are left out. With --one-gpu each test uses one GPU, and --lanes tests run on each.
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
@@ -43,7 +44,8 @@ BUILDS = {
     "session_cuda": (["--package", "expertd-session", "--test", "cuda"], "cuda"),
 }
 # The kernels without a service.
-DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
+SAME_BITS = "same_bits"
+DEVICE = [SAME_BITS, "gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
 MODULES = ["fp8", "gpu", "gpu_placement", "reload"]
 MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints")]
@@ -60,6 +62,10 @@ ELSEWHERE = {
 }
 # Tests that kill or stop ranks or clients.
 KILLS = ["killed", "chaos", "outlives", "scribbles", "kills"]
+# Tests of what the portable kernels do not have.
+NOT_PORTABLE = ["fp8::"]
+# The shared memory of a block on the smallest cards that the portable kernels support.
+SMALLEST = {"EXPERTD_CUDA_SHARED_BYTES": str(99 * 1024)}
 # These tests take longest (about a minute each on two busy GPUs) and begin first.
 FIRST = [SOAK, "chaos", REPLAYED, "kills", "every_family", "quantised", "repacked", "device experts", "device wide"]
 # These tests go through many checkpoints, and are split into as many processes.
@@ -152,6 +158,8 @@ def checks_of(programs, gpus, all_ranks, args):
         check = Check(f"device {words}", [programs["device"], *words.split()])
         check.shared = words.startswith("peers") and max(all_ranks) > gpus
         checks.append(check)
+        if words.startswith(SAME_BITS):
+            checks.append(Check(f"{check.name}, least shared memory", check.command, SMALLEST))
     for program in ("rank_cuda", "session_cuda"):
         for test in ignored(programs[program]):
             command = [programs[program], test, "--ignored", "--exact", "--nocapture", "--test-threads", "1"]
@@ -256,6 +264,7 @@ def main():
     parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4 [default: see above]")
     parser.add_argument("--one-gpu", action="store_true", help="let each test use one GPU, and spread the tests over all GPUs")
     parser.add_argument("--mps", action="store_true", help="start an MPS server, whose clients the tests' processes are")
+    parser.add_argument("--portable", action="store_true", help="run the portable kernels, also on Hopper")
     parser.add_argument("--soak", type=int, help="also run this many steps, and as many calls of a CUDA session")
     parser.add_argument("--chaos", type=int, help="duration of the random faults in seconds [default: 10]")
     parser.add_argument("--lanes", type=int, default=3, help="number of tests that run at once [default: 3]")
@@ -279,6 +288,9 @@ def main():
         checks = [c for c in checks if not lacks_ranks(c)]
     if args.mps:
         checks = [c for c in checks if not any(text in c.name for text in KILLS)]
+    if args.portable:
+        os.environ["EXPERTD_GPU_PATH"] = "portable"
+        checks = [c for c in checks if not any(text in c.name for text in NOT_PORTABLE)]
     if not checks:
         sys.exit(f"no test has a name with {' or '.join(args.filters)}")
     if args.list:

@@ -75,7 +75,7 @@ async fn recorded_answers_of_quantised_checkpoints_with_copies_of_experts() {
     for name in part(QUANTISED.to_vec()) {
         // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
         for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
-            if compute == "fp8" && !name.contains("-fp8-") {
+            if compute == "fp8" && (!name.contains("-fp8-") || crate::gpu::is_portable()) {
                 continue;
             }
             verified_with_copies(name, compute, tolerance).await;

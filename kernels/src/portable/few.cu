@@ -212,7 +212,7 @@ template <class Format> Fitting fitting() {
             return fits;
         }
         // For tests: the shared memory of smaller cards, in bytes.
-        if (const char* least = std::getenv("EXPERTD_PORTABLE_SHARED_BYTES")) shared = std::min(shared, std::atoi(least));
+        if (const char* least = std::getenv("EXPERTD_CUDA_SHARED_BYTES")) shared = std::min(shared, std::atoi(least));
         const int depth = std::min(MOST_DEPTH, (shared - Layout<Format>::bytes(0)) / (FEW_CONSUMERS * Layout<Format>::CHUNK_BYTES));
         if (depth < 2) return fits;
         const int bytes = Layout<Format>::bytes(depth);

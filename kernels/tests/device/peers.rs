@@ -39,7 +39,7 @@ pub fn parent(options: &Options) -> Outcome {
                 command.arg(format!("{key}={value}"));
             }
         }
-        // Multicast is off, and modules are loaded before any kernel waits for a peer.
+        // Multicast is off. Children load the modules before any kernel waits for a peer.
         command.env("NCCL_NVLS_ENABLE", "0").env("CUDA_MODULE_LOADING", "LAZY");
         if share {
             command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
@@ -81,6 +81,7 @@ pub fn child(options: &Options) -> Outcome {
     let (rank, ranks) = (options.number("rank", 0) as u32, options.number("ranks", 1) as u32);
     let folder = PathBuf::from(options.text("folder").expect("the parent names a folder"));
     let device = Device::open(rank % Device::count()?)?;
+    launch::load_kernels()?;
     let nccl = Library::open(None)?;
     let id_file = folder.join("id");
     let id = if rank == 0 {

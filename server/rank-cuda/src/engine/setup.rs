@@ -125,6 +125,15 @@ fn join(
     if shape.ranks == 1 {
         return LsaWindows::alone(device, shape, setup.shape.slots).map_err(setup_failure);
     }
+    let own = device.ordinal();
+    for &other in &setup.gpus {
+        if !device.reaches_number(other.cast_signed()).map_err(setup_failure)? {
+            return Err(setup_failure(format!(
+                "GPU {own} has no peer access to GPU {other}, which several ranks need; choose GPUs that reach each other (--gpus, \
+                 `nvidia-smi topo -m`), or use --ranks 1"
+            )));
+        }
+    }
     let multiprocessors = device.multiprocessors().map_err(setup_failure)?;
     let library = Library::open(None).map_err(setup_failure)?;
     tracing::debug!(version = %library.version(), origin = library.origin(), "NCCL");

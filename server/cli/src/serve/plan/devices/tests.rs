@@ -198,5 +198,5 @@ fn cpu_ranks_ask_no_driver() {
     let cpu = ServeArgs { device: Some(DeviceKind::Cpu), ..ServeArgs::default() };
     let mut given = Given::merge(&cpu, None).unwrap();
     let chosen = Devices::choose(&mut given, &host).map_err(|error| error.to_string());
-    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 3, gpus: Vec::new() }));
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 3, gpus: Vec::new(), kernels: None }));
 }
