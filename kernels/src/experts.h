@@ -8,7 +8,7 @@
  * on them, so one captured graph serves every step and, through the layer table, every layer of a shape.
  *
  * Functions return a cudaError_t as int. None of them allocates; launches can be captured in graphs.
- * Weight layout: experts_layout.cuh. Everything is documented in docs/kernels.md, "The experts' kernel". */
+ * Weight layout: experts_layout.cuh. How the kernels work: docs/kernels.md, "The experts' kernel". */
 #ifndef EXPERTD_EXPERTS_H
 #define EXPERTD_EXPERTS_H
 
