@@ -164,7 +164,7 @@ pub struct PackParams {
     pub second: u64,
     /// Destination.
     pub panels: u64,
-    /// Distance between experts of `first`, and of `second`, in elements.
+    /// Strides between experts of `first` and of `second`, in elements.
     pub expert_stride: u64,
     /// Number of experts.
     pub experts: i32,

@@ -55,16 +55,17 @@ template <class Format> struct FewRing {
     static constexpr int SHARED_BYTES = BYTES + sizeof(FewShared); // shared memory of a block
     static constexpr int PACED_SLOTS = FEW_PACED_BYTES / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int CHUNKS = FEW_UNITS / Format::CHUNK_UNITS; // most chunks of an item
-    // Most chunks of a stream that are under way at once. A parity tells only the last two fills of a slot apart, so when a consumer
-    // waits for a chunk, the chunk before it in the slot must be complete. The consumer has had a chunk at most (FEW_CONSUMERS /
-    // FEW_STREAMS - 1) * CHUNKS + 1 chunks earlier, and what was complete then is what is no longer under way.
+    // Most chunks of a stream that are under way at once. A parity tells only the last two fills of a slot apart, so when a
+    // consumer waits for a chunk, the previous chunk of its slot must be complete. The consumer has had a chunk that is at most
+    // (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS + 1 chunks older. When that one was requested, the chunk MOST_AHEAD before it
+    // was complete, so MOST_AHEAD is the number of slots less that distance.
     static constexpr int MOST_AHEAD = SLOTS - (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS - 1;
     static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD &&
                   Format::ROW_SLOTS <= FEW_MOST_ROW_SLOTS);
 };
 
-// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Afterwards
-// `failed` is the same for all threads: whether any found it set.
+// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Sets
+// `failed` in all threads if any thread found it set.
 __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed) {
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

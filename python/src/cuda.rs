@@ -184,7 +184,7 @@ impl Open {
         if self.note(LANES) { self.lanes[0].status().map(drop) } else { Ok(()) }
     }
 
-    /// Whether calls of the first `lanes` lanes failed or were released since the last time.
+    /// Whether calls of the first `lanes` lanes failed or were released since this was last called.
     fn note(&self, lanes: usize) -> bool {
         let mut found = false;
         for (index, lane) in self.lanes.iter().enumerate().take(lanes) {

@@ -43,10 +43,10 @@ impl Dropping {
 pub struct Closing(Arc<AtomicUsize>);
 
 impl Closing {
-    /// Clients that are turned away at the same time, at most.
+    /// Largest number of clients that are turned away at the same time.
     const MOST: usize = 64;
 
-    /// Whether another client may be turned away now. Until then a listener accepts none.
+    /// Whether another client may be turned away now. While it is false, a listener accepts no client.
     pub fn has_room(&self) -> bool {
         self.0.load(Ordering::Acquire) < Self::MOST
     }

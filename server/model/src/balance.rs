@@ -3,8 +3,9 @@
 //! The method is that of EPLB (<https://github.com/deepseek-ai/EPLB>): spare places are given one by one to the expert with the most
 //! rows per copy; then copies are placed in descending order of their rows, each on the rank with the fewest rows that has room
 //! (longest processing time first: R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969). Two things are added: moves and
-//! swaps between the fullest rank and others while they lower the larger of the two, and a choice among several numbers of copies, of
-//! which the smallest wins that comes close to the best. A placement is never worse than contiguous ranges for the given rows.
+//! swaps between the fullest rank and others while they lower the larger of the two, and several numbers of copies are tried, of
+//! which the smallest is taken whose imbalance is close to the best. A placement is never worse than contiguous ranges for the
+//! given rows.
 
 use expertd_types::LayerPlacement;
 

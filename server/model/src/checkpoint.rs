@@ -63,7 +63,7 @@ pub struct GateTensors<'a> {
 }
 
 impl<'a> ExpertTensors<'a> {
-    /// The same tensors, with their matrices read to a buffer.
+    /// Reads the matrices to a buffer, where they are not in the page cache, and refers to them there.
     fn read(mut self, store: &'a Store, buffer: &'a mut ReadBuffer) -> Result<Self, ModelError> {
         let mut matrices = [&mut self.gate, &mut self.up, &mut self.down];
         let mut slices = Vec::new();

@@ -94,7 +94,7 @@ impl CudaSession {
     /// Prepares calls; returns the number of the first.
     ///
     /// # Errors
-    /// The sentence with which they are refused.
+    /// The error message for the client.
     pub(crate) fn prepare(&self, calls: &[PreparedCall], steps: &dyn Steps) -> Result<u32, String> {
         let model = steps.model();
         for (index, call) in calls.iter().enumerate() {
@@ -104,7 +104,7 @@ impl CudaSession {
         self.table().prepare(calls)
     }
 
-    /// The answer to a PREPARE frame: the numbers of the calls, or the sentence with which they are refused.
+    /// The answer to a PREPARE frame: the numbers of the calls, or an error message.
     pub(crate) fn prepare_frame(&self, payload: &[u8], steps: &dyn Steps) -> Vec<u8> {
         let (records, rest) = payload.as_chunks::<{ size_of::<PreparedCall>() }>();
         let prepared = if !rest.is_empty() || records.is_empty() {

@@ -243,7 +243,7 @@ impl CallTable {
 
 impl Calls {
     fn record(&mut self, record: CompletionRecord) {
-        // A completion of no call is the service's mistake and answers nothing.
+        // A completion without a call is an error of the service; it ends no wait.
         let Some(entry) = self.entries.get_mut(&record.call).filter(|entry| entry.completion.is_none())
         else {
             return;

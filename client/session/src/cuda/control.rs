@@ -238,9 +238,9 @@ impl ControlMemory {
         self.half(doorbell, 0)
     }
 
-    /// Raises the completion word of the call that was taken last, which is answered and which a rank was to raise and may not have raised before
-    /// it was killed. Nothing else raises it meanwhile, and no ring is taken. If the rank had raised it, the doorbell is not 0: the word is
-    /// raised, or the client's stream has seen it and rung again.
+    /// Raises the completion word of the last taken call, which is complete, if the rank that was to raise it was killed before
+    /// it did. Nothing else raises the word meanwhile, and no ring is taken. If the rank has raised the word, the doorbell is not
+    /// 0: it still holds the raised word, or the client's stream has seen that and rung again.
     pub fn raise_unseen(&self, doorbell: u32) {
         let raised = u64::from(DONE);
         let _ = self.line(doorbell, 0).compare_exchange(0, raised, Ordering::AcqRel, Ordering::Relaxed);
@@ -277,8 +277,8 @@ impl ControlMemory {
         self.completion_word(doorbell).store(value, Ordering::Release);
     }
 
-    /// Raises the completion words of a new session, so that a word is 0 only while a call is in flight. For the client, before its first
-    /// call.
+    /// Raises the completion words of a new session, so that a word is 0 only while a call is in flight. The client calls this
+    /// before its first call.
     pub fn raise_idle(&self) {
         for doorbell in 0..self.count {
             let word = self.completion_word(doorbell);
@@ -286,8 +286,8 @@ impl ControlMemory {
         }
     }
 
-    /// Releases a stream that waits for a doorbell's completion word; returns whether there was one. For the client, once the service
-    /// cannot write the word any more.
+    /// Releases a stream that waits for a doorbell's completion word; returns whether a stream waited. The client calls this once
+    /// the service cannot write the word any more.
     pub fn release(&self, doorbell: u32) -> bool {
         let word = self.completion_word(doorbell);
         word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed).is_ok()

@@ -14,7 +14,7 @@ use crate::client::SessionError;
 /// `copies/copies.cu`, compiled by `scripts/session_ptx.sh`; ends with a zero byte.
 const PTX: &str = concat!(include_str!("copies/copies.ptx"), "\0");
 const THREADS: u32 = 256;
-/// About as many as there are multiprocessors.
+/// Largest number of blocks of a launch: about one for each multiprocessor.
 const MOST_BLOCKS: u64 = 128;
 /// Bytes that a thread copies at once.
 const UNIT: u64 = 16;

@@ -21,8 +21,8 @@ impl WeightPin {
         WeightPin { fingerprint, version: AtomicU64::new(0) }
     }
 
-    /// Checks the last call of a lane that ended: `version` is that of its weights, 0 if it was not answered, and `last` its receipt, which is
-    /// read only if the version is new.
+    /// Checks the last ended call of a lane. `version` is the version of the weights that computed it, 0 if it failed; `last`
+    /// returns its receipt and is called only if the version is new.
     ///
     /// # Errors
     /// FAILED_PRECONDITION with both fingerprints if other weights computed it; the error of `last`.

@@ -168,7 +168,7 @@ impl Ring {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct StatusRecord {
-    /// Number of changes, twice; odd while the service writes.
+    /// Twice the number of changes, plus one while the service writes.
     pub stamp: u64,
     /// Number of calls that ended.
     pub calls: u64,

@@ -148,8 +148,8 @@ fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     UnixListener::from_std(socket.into())
 }
 
-/// Sets the mode of a socket, which the umask has restricted. Whoever may write the folder can put another file in its place, so that it
-/// is opened and looked at first.
+/// Sets the mode of a socket, which the umask has restricted. A user who may write the folder can put another file in its place,
+/// so the file is opened and checked first.
 fn set_mode(place: &Place<'_>, mode: u32) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(&place.folder, &place.private, flags, Mode::empty())?;
@@ -181,7 +181,7 @@ fn is_stale(path: &Path) -> bool {
     StdStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Removes a socket on which no process listens; whether it is one.
+/// Removes the socket's file; returns false, and keeps the file, if a process listens on it.
 fn take_stale(path: &Path) -> io::Result<bool> {
     let place = Place::of(path)?;
     renameat(&place.folder, place.name, &place.folder, &place.private)?;

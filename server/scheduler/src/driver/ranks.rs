@@ -48,7 +48,7 @@ pub trait Callers {
     type Payload;
     /// Where weights come from.
     type Source: Clone;
-    /// Whom the end of a reload is told. If the service ends before, it is dropped.
+    /// Receiver of a reload's result; dropped if the service ends before.
     type Ticket;
 
     /// The present time.

@@ -52,7 +52,7 @@ impl DoorbellTable {
     /// Adds prepared calls, which were [checked](check); returns the number of the first.
     ///
     /// # Errors
-    /// The sentence with which they are refused.
+    /// The error message for the client.
     pub(super) fn prepare(&mut self, calls: &[PreparedCall]) -> Result<u32, String> {
         let first = self.prepared.len();
         if first + calls.len() > MAX_PREPARED {

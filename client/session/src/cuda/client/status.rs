@@ -16,7 +16,7 @@ pub struct DoorbellStatus {
     pub failures: u64,
     /// How the last call was computed, if it was answered.
     pub last: Option<Receipt>,
-    /// Why the last call that failed did.
+    /// The error of the last call that failed.
     pub last_failure: Option<CallFailure>,
 }
 
@@ -108,8 +108,8 @@ impl CudaSession {
         Ok(Counts { calls, failures, weight_version: last.map_or(0, |last| last.weight_version) })
     }
 
-    /// Number of calls of a doorbell that failed, for a check behind the GPU's work: once an event behind a call has passed, this counts the
-    /// call if it failed. It is one load; `status` has the reason.
+    /// Number of calls of a doorbell that failed, for a check after the GPU's work: once an event that was recorded after a call
+    /// has passed, this counts the call if it failed. It is one load; `status` has the reason.
     ///
     /// # Errors
     /// If the session has ended, or there is no such doorbell. A stream is released only after this error is certain.

@@ -13,7 +13,7 @@ use crate::cuda::wire::PENDING;
 use crate::socket;
 use crate::wire::{MAX_SERVICE_FRAME, frame};
 
-/// How often words are released once the session has ended, and failures looked for that a handler waits for.
+/// Interval at which words are released once the session has ended, and at which handlers' doorbells are checked for failures.
 const INTERVAL: Duration = Duration::from_millis(1);
 
 /// Takes the reason why a call failed.
@@ -160,7 +160,7 @@ impl Shared {
         {
             handler(&self.reason());
         }
-        // Work behind the stream's wait finds the call counted.
+        // Counted before the release, so that work after the stream's wait sees the count.
         own.released.fetch_add(1, Ordering::AcqRel);
         self.control.release(doorbell);
     }
