@@ -134,7 +134,7 @@ template <class Format> __device__ __forceinline__ FewShare few_share(const Expe
             return (depth - coarse_before * coarse_depth) / fine_depth;
         };
         of_fine = {before(block, of_coarse.first), before(block + 1, of_coarse.end)};
-    } else { // one unit more is more than a share: give the blocks without it those of the finer phase that are over
+    } else { // one unit is more than an even share: the blocks with fewer coarse units get the remaining fine ones
         const Run reversed = even_run(fine, blocks - 1 - block);
         of_fine = {fine - reversed.end, fine - reversed.first};
     }
@@ -189,7 +189,7 @@ class FewSegments {
     uint32_t at_, end_;
 };
 
-// Positions of items in a stream. `items` are the block's items before the segment, of which this many come before the stream's first:
+// Position in a segment of the first item that the stream brings. `items`: number of the block's items before the segment.
 __device__ __forceinline__ int first_of_stream(uint32_t items, int stream) { return (uint32_t(stream) - items) % FEW_STREAMS; }
 // Number of the stream's items in a segment with this number of k blocks.
 __device__ __forceinline__ int items_of_stream(uint32_t items, int stream, int k_blocks) {

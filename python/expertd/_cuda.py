@@ -63,7 +63,7 @@ class CudaRoute:
         self.reopens = True
 
     def pinned(self, fingerprint: str) -> CudaRoute:
-        """This route, whose calls fail unless the weights with this fingerprint compute them. For before the first call."""
+        """Makes calls fail unless the weights with this fingerprint compute them; called before the first call."""
         self.weights = fingerprint
         return self
 

@@ -33,7 +33,7 @@ impl Dropping {
     #[must_use]
     pub fn has_ended(&self) -> bool {
         let has_ended = self.0.strong_count() == 0;
-        // What the other thread did before comes before what follows here.
+        // Orders what the other thread did before what follows here.
         fence(Ordering::Acquire);
         has_ended
     }

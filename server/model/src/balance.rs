@@ -44,7 +44,7 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
     }
     let best = found.iter().map(|(imbalance, _)| *imbalance).fold(f64::INFINITY, f64::min);
     let close = found.into_iter().filter(|(imbalance, _)| *imbalance <= best + CLOSE);
-    // The first of those with the fewest copies; among these the most even one.
+    // The most even placement among those with the fewest copies.
     let chosen = close.min_by(|a, b| a.1.copies().cmp(&b.1.copies()).then(a.0.total_cmp(&b.0)));
     chosen.map_or_else(|| LayerPlacement::contiguous(rows.len(), ranks), |(_, placement)| placement)
 }
@@ -98,7 +98,8 @@ struct Packing {
     room: usize,
 }
 
-/// A change that lowers the fullest rank: one of its copies goes to another rank, in exchange for one of that rank's or for none.
+/// A change that lowers the load of the fullest rank: one of its copies moves to another rank, and a copy of that rank may move
+/// back.
 struct Change {
     copy: usize,
     rank: usize,

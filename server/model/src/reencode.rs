@@ -16,7 +16,7 @@ use crate::{FP8_ROW_GROUP, MatrixView, Scales, WeightFormat};
 const BLOCK: usize = 32;
 /// Columns that share an FP8 scale.
 const GROUP: usize = FP8_ROW_GROUP;
-/// Rows that share FP8 scales where no element is rounded for it.
+/// Rows that share FP8 scales in matrices where sharing rounds no element.
 const TILE_ROWS: usize = 128;
 /// A group's FP8 scale is 2^-HEADROOM times its largest block scale.
 const HEADROOM: i32 = 6;
@@ -28,9 +28,9 @@ const ZERO_SHIFT: usize = 19;
 const NAN: usize = ZERO_SHIFT + 1;
 /// The E8M0 exponent of blocks that are not numbers.
 const NAN_EXPONENT: u8 = 255;
-/// The least exponent at the top of a group. Its FP8 scale is the smallest normal f32.
+/// Smallest E8M0 exponent that a group's largest block scale counts as: with it the group's FP8 scale is the smallest normal f32.
 const LEAST_TOP: u8 = 7;
-/// Exponent at the top of a group without values other than zero; its FP8 scale is 1.
+/// E8M0 exponent that the largest block scale of a group of zeros counts as; the group's FP8 scale is 1.
 const EMPTY_TOP: u8 = 127 + HEADROOM as u8;
 
 /// `[shifts, then NaN][bytes]`: the two e4m3 codes of the two elements in a byte, the first one in the low bits.

@@ -18,7 +18,7 @@ pub const SHARING_NEEDED: &str = "NCCL 2.30 or newer for several ranks on one GP
 pub const SHARING_WAY_OUT: &str =
     "point EXPERTD_NCCL at such a libnccl.so.2, or give each rank a GPU of its own";
 
-/// Whether some GPU is that of several ranks. `gpus` has each rank's GPU.
+/// Whether several ranks share a GPU. `gpus` has each rank's GPU.
 #[must_use]
 pub fn is_shared(gpus: &[u32]) -> bool {
     gpus.iter().enumerate().any(|(at, gpu)| gpus[..at].contains(gpu))

@@ -84,7 +84,7 @@ impl ReadBuffers {
         Self::within(checkpoint, available_memory())
     }
 
-    /// The same, with `available` bytes of memory; `None`: unknown.
+    /// Buffers for one checkpoint in a machine with `available` bytes of memory; `None`: unknown.
     fn within(checkpoint: &Checkpoint, available: Option<u64>) -> Self {
         let past_cache = available.is_some_and(|available| checkpoint.bytes() > available / 2);
         if past_cache {

@@ -113,7 +113,7 @@ struct Reload<S, T> {
     pause_begun: Option<Time>,
 }
 
-/// The weights that serve and those of a reload. `S` says where weights come from, `T` whom the end of a reload is told.
+/// The weights that serve and those of a reload. `S` is the source of a set of weights, `T` the receiver of a reload's result.
 #[derive(Debug)]
 pub(crate) struct Weights<S, T> {
     /// The weights that served last, or are to serve first.

@@ -43,7 +43,7 @@ pub(crate) struct CudaSession {
     control: ControlMemory,
     open: OpenCuda,
     table: Mutex<DoorbellTable>,
-    /// `[doorbells]`: the service's own copies.
+    /// `[doorbells]`: the service's own copies of the statuses, which it writes to the control region.
     statuses: Mutex<Vec<StatusRecord>>,
     /// Dropped last: the other fields have views of the region. It holds the descriptor of the client's memory, too.
     held: HeldRegion,

@@ -285,7 +285,8 @@ impl CallEnd for HostEnd {
         session.record(record, elapsed);
     }
 
-    /// Wakes the thread that takes requests, if it spins then, so that it and the client wake up at the same time.
+    /// If the thread that takes requests spins after answers, wakes it now, together with the client, which may send its next
+    /// request at once.
     fn expect_call(&self) {
         if self.session.spins_after_answers.load(Ordering::Relaxed) {
             self.session.expects_request.store(true, Ordering::Release);

@@ -24,11 +24,11 @@ use crate::wire::{CompletionRecord, VERSION};
 
 /// Index of the ring among the 32-bit words of a doorbell's line; the completion word is the first.
 const RING: usize = 1;
-/// Index of the number of the last call that ended among the 64-bit words of the line.
+/// Index of the last ended call's number among the 64-bit words of a doorbell's line.
 const NUMBER: usize = 1;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
-/// Index of the last call's weight version among them.
+/// Index of the last call's weight version among the words of a status.
 const LAST_VERSION: usize =
     (offset_of!(StatusRecord, last) + offset_of!(CompletionRecord, weight_version)) / 8;
 /// How often a status is read again while the service changes it.
@@ -39,7 +39,7 @@ const STATUS_READS: usize = 1000;
 pub struct Counts {
     /// Number of calls that ended.
     pub calls: u64,
-    /// Number of those that failed.
+    /// Number of calls that failed.
     pub failures: u64,
     /// Version of the weights that computed the last call; 0 if it failed.
     pub weight_version: u64,

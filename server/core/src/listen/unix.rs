@@ -46,7 +46,7 @@ impl UnixSocket {
             }
             listener => listener,
         };
-        // A service that was started at the same time has it.
+        // A service that was started at the same time has bound the path.
         let listener = listener.map_err(|error| match error.kind() {
             io::ErrorKind::AlreadyExists => BindError::InUse { path: path.to_owned() },
             _ => failed(error),
@@ -144,8 +144,8 @@ impl Place<'_> {
     }
 }
 
-/// Listens at a path where no file is. The socket appears there once it has `mode` and listens, so that nobody takes it for that of an
-/// ended service. Until then it has a private name in the same folder.
+/// Listens at a path where no file is. The socket appears there once it has `mode` and listens, so that no other service takes it
+/// for the socket of an ended one. Until then it has a private name in the same folder.
 fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -171,11 +171,11 @@ fn set_mode(place: &Place<'_>, mode: u32) -> io::Result<()> {
     Ok(chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?)
 }
 
-/// Removes the file of a socket on which no process listens. Of services that start at once on such a file, one binds it: a file that
-/// takes its place meanwhile is put back.
+/// Removes the file of a socket on which no process listens. If another service binds the path meanwhile, its file is put back,
+/// so that one of several services that start at once gets the path.
 fn remove_stale(path: &Path) -> Result<(), BindError> {
     let failed = |source: io::Error| match source.kind() {
-        // Another service removes it.
+        // Another service has removed the file.
         io::ErrorKind::NotFound => BindError::InUse { path: path.to_owned() },
         _ => BindError::System { address: Address::Unix(path.to_owned()), source },
     };

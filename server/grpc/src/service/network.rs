@@ -1,4 +1,4 @@
-//! `NetworkSession`: the call that opens a session of a client on another host and lasts as long as it.
+//! `NetworkSession`: the call that opens a session of a client on another host. The session ends with the call.
 
 use std::pin::Pin;
 use std::sync::Arc;

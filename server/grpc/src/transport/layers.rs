@@ -262,7 +262,7 @@ where
         let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
-            // The size of its answer changes with the placement.
+            // The size of GetModel's answer changes with the placement.
             Some(public) if path == GET_MODEL => {
                 (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
             }

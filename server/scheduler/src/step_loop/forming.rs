@@ -183,8 +183,8 @@ impl StepLoop {
         request.is_in_step() && (request.in_place || !self.is_leaving() || was_alone())
     }
 
-    /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. One that is held fails when its
-    /// last step has ended.
+    /// Ends a request that is late or whose caller has left. Its waiting rows have left the queue. A request that is held fails
+    /// when its last step has ended.
     fn withdraw(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         let Some(request) = self.requests.get(&key) else { return };
         let failure = if request.is_late(now) && !has_left(key) {

@@ -75,8 +75,8 @@ impl DoorbellTable {
         self.doorbells.get(doorbell as usize).is_some_and(|bell| bell.calls == call)
     }
 
-    /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call in flight,
-    /// whose end the client has seen unless it breaks the rules.
+    /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call
+    /// in flight; a client that keeps the rules has seen that call's completion word.
     pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
         let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
         // Also while the session ends: the ring is taken, so the call before it is no longer the last one.
