@@ -154,7 +154,7 @@ typedef struct ExpertdPackNarrowParams {
     const void* first_zeros;    /* INT4 with zero points: bytes [rows][k / 32]; else null */
     const void* second_zeros;   /* zero points of up; null for down */
     const float* row_scales_in; /* [2][inter] or [hidden]: further factors of rows, 1 if there are none */
-    float* row_scales;          /* destination of the same size: the scales of ExpertdLayerWeights */
+    float* row_scales;          /* destination, as large as row_scales_in: the scales of ExpertdLayerWeights */
     void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
     int32_t hidden;
     int32_t inter;

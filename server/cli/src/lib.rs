@@ -6,6 +6,7 @@ pub mod admin;
 pub mod bench;
 pub mod call;
 pub mod ceilings;
+mod child;
 pub mod client;
 mod cores;
 pub mod demo;

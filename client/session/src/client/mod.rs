@@ -3,7 +3,7 @@
 mod arena;
 mod call;
 mod calls;
-mod error;
+pub(crate) mod error;
 mod link;
 mod opening;
 mod parts;

@@ -43,6 +43,8 @@ pub struct Counts {
     pub failures: u64,
     /// Version of the weights that computed the last call; 0 if it failed.
     pub weight_version: u64,
+    /// Number of answered calls that other weights computed than the answered call before.
+    pub moves: u32,
 }
 
 /// The control region of one session.
@@ -261,6 +263,15 @@ impl ControlMemory {
         if record.code != 0 {
             status.failures += 1;
             status.last_failure = *record;
+        } else {
+            #[allow(
+                clippy::cast_possible_truncation,
+                reason = "versions count from 1; two that follow each other differ in this half"
+            )]
+            let version = record.weight_version as u32;
+            let moves = status.moved_to != 0 && status.moved_to != version;
+            status.moves = status.moves.wrapping_add(moves.into());
+            status.moved_to = version;
         }
         status.stamp += 2;
         let to = self.status_words(doorbell);
@@ -333,7 +344,9 @@ impl ControlMemory {
         let words = self.status_words(doorbell);
         let before = words[0].load(Ordering::Acquire);
         let load = |word: usize| words[word].load(Ordering::Relaxed);
-        let counts = Counts { calls: load(1), failures: load(2), weight_version: load(LAST_VERSION) };
+        let moves: [u32; 2] = bytemuck::cast(load(3));
+        let (calls, failures, weight_version) = (load(1), load(2), load(LAST_VERSION));
+        let counts = Counts { calls, failures, weight_version, moves: moves[0] };
         fence(Ordering::Acquire);
         let is_stable = before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before;
         is_stable.then_some(counts)

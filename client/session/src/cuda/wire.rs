@@ -174,8 +174,10 @@ pub struct StatusRecord {
     pub calls: u64,
     /// Number of calls that failed.
     pub failures: u64,
-    /// Zero.
-    pub reserved: u64,
+    /// Number of answered calls whose weight version is another one than that of the answered call before.
+    pub moves: u32,
+    /// The lower half of the last answered call's weight version.
+    pub moved_to: u32,
     /// The last call; its number counts the session's calls.
     pub last: CompletionRecord,
     /// The last call that failed.

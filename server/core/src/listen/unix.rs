@@ -10,7 +10,11 @@ use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, chmod, fstat, linkat, openat, renameat, unlinkat};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, chmod, fstat, linkat, openat, renameat, renameat_with,
+    unlinkat,
+};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -122,9 +126,17 @@ impl Place<'_> {
 
     /// Gives a file with the private name its public one, if no file has that, and removes the private name.
     fn publish(&self) -> io::Result<()> {
-        let linked = linkat(&self.folder, &self.private, &self.folder, self.name, AtFlags::empty());
+        let published =
+            match renameat_with(&self.folder, &self.private, &self.folder, self.name, RenameFlags::NOREPLACE)
+            {
+                // A file system without this renaming may have hard links.
+                Err(Errno::INVAL) => {
+                    linkat(&self.folder, &self.private, &self.folder, self.name, AtFlags::empty())
+                }
+                renamed => renamed,
+            };
         self.remove_private();
-        Ok(linked?)
+        Ok(published?)
     }
 
     fn remove_private(&self) {
