@@ -170,7 +170,8 @@ impl Checkpoint {
         self.spec.moe_layers().map(|(_, moe)| of(moe)).sum()
     }
 
-    /// A hint that experts are read with [`ReadBuffer::past_cache`]: the system then reads nothing ahead through the mappings.
+    /// Advises the kernel that experts are read with [`ReadBuffer::past_cache`]; it then reads nothing ahead through the
+    /// mappings.
     pub fn expect_reads_past_cache(&self) {
         self.store.expect_few_bytes(true);
     }

@@ -50,7 +50,7 @@ impl Mapped {
         &self.header
     }
 
-    /// Sets whether few bytes here and there are accessed. It is a hint.
+    /// Advises the kernel whether only few bytes in scattered places are accessed.
     pub(super) fn expect_few_bytes(&self, few: bool) {
         let _ = self.bytes.advise(if few { Advice::Random } else { Advice::Normal });
     }

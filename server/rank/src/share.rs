@@ -108,7 +108,7 @@ impl ReadBuffers {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
 
-    /// Number of bytes of all tensors that were asked for with buffers that were put back.
+    /// Bytes of all tensors that were read with buffers that are put back.
     pub fn total(&self) -> ReadBytes {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).iter().map(ReadBuffer::total).sum()
     }
