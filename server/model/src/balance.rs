@@ -36,9 +36,9 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
                 add_copy(rows, &mut copies, ranks);
                 added += 1;
             }
-            if let Some(mut packing) = Packing::new(rows, &copies, ranks, room) {
-                packing.refine();
-                let placement = packing.placement();
+            if let Some(mut assignment) = CopyAssignment::new(rows, &copies, ranks, room) {
+                assignment.refine();
+                let placement = assignment.placement();
                 found.push((imbalance(rows, &placement), placement));
             }
         }
@@ -91,8 +91,8 @@ struct Copy {
     rows: f64,
 }
 
-/// Copies on ranks.
-struct Packing {
+/// The copies that each rank gets.
+struct CopyAssignment {
     ranks: Vec<Vec<Copy>>,
     loads: Vec<f64>,
     /// Largest number of copies of a rank.
@@ -109,28 +109,28 @@ struct Change {
     result: f64,
 }
 
-impl Packing {
+impl CopyAssignment {
     /// Places the copies; `None` if two copies of an expert would have to share a rank.
     fn new(rows: &[u64], copies: &[u32], ranks: usize, room: usize) -> Option<Self> {
         let share = |expert: usize| rows[expert] as f64 / f64::from(copies[expert]);
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by(|&a, &b| share(b).total_cmp(&share(a)));
-        let mut packing = Packing { ranks: vec![Vec::new(); ranks], loads: vec![0.0; ranks], room };
+        let mut assignment = CopyAssignment { ranks: vec![Vec::new(); ranks], loads: vec![0.0; ranks], room };
         for expert in order {
             for _ in 0..copies[expert] {
                 let copy = Copy { expert: expert as u32, rows: share(expert) };
-                let open = (0..ranks).filter(|&rank| packing.accepts(rank, copy.expert));
+                let open = (0..ranks).filter(|&rank| assignment.accepts(rank, copy.expert));
                 // With equal rows, the rank with more room.
-                let key = |rank: usize| (packing.loads[rank], packing.ranks[rank].len());
+                let key = |rank: usize| (assignment.loads[rank], assignment.ranks[rank].len());
                 let rank = open.min_by(|&a, &b| {
                     let ((a_load, a_len), (b_load, b_len)) = (key(a), key(b));
                     a_load.total_cmp(&b_load).then(a_len.cmp(&b_len))
                 })?;
-                packing.ranks[rank].push(copy);
-                packing.loads[rank] += copy.rows;
+                assignment.ranks[rank].push(copy);
+                assignment.loads[rank] += copy.rows;
             }
         }
-        Some(packing)
+        Some(assignment)
     }
 
     fn owns(&self, rank: usize, expert: u32) -> bool {

@@ -21,7 +21,7 @@ use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_telemetry::RequestTrace;
 
 use self::doorbells::{Admission, DoorbellTable, check as check_prepared};
-use crate::call::{Call, CallEnd, Places, asked};
+use crate::call::{Call, CallEnd, RowPlaces, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
@@ -183,7 +183,7 @@ impl CudaSession {
                     raising: Raising::Caller,
                 };
                 let places =
-                    Places { input: prepared.rows, output: prepared.output, tokens: ring.rows as usize };
+                    RowPlaces { input: prepared.rows, output: prepared.output, tokens: ring.rows as usize };
                 let request = self.request(doorbell, ring, &prepared, &layout, &steps.model(), began);
                 Call::new(end, call, places, began, trace).submit(request, steps);
             }

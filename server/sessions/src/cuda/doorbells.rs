@@ -29,7 +29,7 @@ pub(super) enum Admission {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Doorbell {
+struct DoorbellCalls {
     calls: u64,
     /// At most 2: a call that has ended for the client's stream but not yet for the router, and the next one.
     in_flight: u32,
@@ -39,13 +39,13 @@ struct Doorbell {
 #[derive(Debug)]
 pub(super) struct DoorbellTable {
     prepared: Vec<PreparedCall>,
-    doorbells: Vec<Doorbell>,
+    doorbells: Vec<DoorbellCalls>,
     is_closing: bool,
 }
 
 impl DoorbellTable {
     pub(super) fn new(doorbells: u32) -> Self {
-        let doorbells = vec![Doorbell::default(); doorbells as usize];
+        let doorbells = vec![DoorbellCalls::default(); doorbells as usize];
         DoorbellTable { prepared: Vec::new(), doorbells, is_closing: false }
     }
 
