@@ -271,6 +271,13 @@ mod cuda {
         if let Ok(flags) = env::var("EXPERTD_NVCC_FLAGS") {
             command.args(flags.split_whitespace());
         }
+        // An object is kept if neither the command nor a file that it was made from has changed.
+        let record = object.with_extension("command");
+        let line = format!("{} {STRICT}={:?} {command:?}", toolkit.version, env::var_os(STRICT));
+        if fs::read_to_string(&record).is_ok_and(|before| before == line) && is_newer(object, &depfile) {
+            return headers(&depfile, folder);
+        }
+        let _ = fs::remove_file(&record);
         let output = command.output().map_err(|e| format!("{}: {e}", toolkit.nvcc.display()))?;
         let diagnostics = String::from_utf8_lossy(&output.stderr);
         if !output.status.success() {
@@ -293,7 +300,25 @@ mod cuda {
         for line in diagnostics.lines().filter(|line| !line.trim().is_empty()) {
             println!("cargo::warning={line}");
         }
-        let text = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
+        // What a compiler warns of should be seen again.
+        if diagnostics.trim().is_empty() {
+            fs::write(&record, line).map_err(|e| format!("{}: {e}", record.display()))?;
+        }
+        headers(&depfile, folder)
+    }
+
+    /// Whether the object is newer than every file that it was made from.
+    fn is_newer(object: &Path, depfile: &Path) -> bool {
+        let changed = |path: &Path| fs::metadata(path).and_then(|metadata| metadata.modified()).ok();
+        let (Some(made), Ok(text)) = (changed(object), fs::read_to_string(depfile)) else { return false };
+        let from = text.split_once(" : ").map_or("", |(_, from)| from);
+        let mut from = from.split_whitespace().filter(|word| *word != "\\").peekable();
+        from.peek().is_some() && from.all(|path| changed(Path::new(path)).is_some_and(|at| at < made))
+    }
+
+    /// The project's own headers that a source read.
+    fn headers(depfile: &Path, folder: &Path) -> Result<Vec<String>, String> {
+        let text = fs::read_to_string(depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
         let folder = folder.to_string_lossy();
         Ok(text
             .split_whitespace()

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
 
-use crate::path::KernelPath;
 use crate::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, ScaleParams, SharedParams,
 };
+use crate::path::KernelPath;
 
 unsafe extern "C" {
     fn expertd_gate(params: *const GateParams, count: u32, tokens_at_most: u32, stream: *mut c_void)
@@ -23,16 +23,49 @@ unsafe extern "C" {
     fn expertd_shared(params: *const SharedParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_out(params: *const CopyOutParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
-    fn expertd_portable_gate(params: *const GateParams, count: u32, tokens_at_most: u32, stream: *mut c_void)
-    -> c_int;
-    fn expertd_portable_dispatch(params: *const DispatchParams, count: u32, blocks: u32, stream: *mut c_void)
-    -> c_int;
-    fn expertd_portable_combine(params: *const CombineParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_portable_gate(
+        params: *const GateParams,
+        count: u32,
+        tokens_at_most: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_portable_dispatch(
+        params: *const DispatchParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_portable_combine(
+        params: *const CombineParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
     fn expertd_portable_meet(groups: *const Group, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
-    fn expertd_portable_scale(params: *const ScaleParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
-    fn expertd_portable_shared(params: *const SharedParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
-    fn expertd_portable_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
-    fn expertd_portable_copy_out(params: *const CopyOutParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_portable_scale(
+        params: *const ScaleParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_portable_shared(
+        params: *const SharedParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_portable_copy_in(
+        params: *const CopyInParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
+    fn expertd_portable_copy_out(
+        params: *const CopyOutParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
     fn expertd_load_modules() -> c_int;
     fn expertd_portable_load_modules() -> c_int;
     fn expertd_error_string(code: c_int) -> *const c_char;

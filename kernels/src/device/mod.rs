@@ -107,8 +107,7 @@ impl Device {
 
     /// Whether its memory can be exported as a descriptor, as [`ShareableMemory`] is.
     pub fn exports_memory(&self) -> Result<bool, DeviceError> {
-        let attribute =
-            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
         check("cuDeviceGetAttribute", self.context.attribute(attribute)).map(|can| can != 0)
     }
 

@@ -4,11 +4,11 @@
 
 mod chunked;
 mod fingerprint;
+mod gpu_path;
 mod ids;
 mod layers;
 mod phase;
 mod placement;
-mod gpu_path;
 mod products;
 pub mod rows;
 mod usage;
@@ -16,11 +16,11 @@ mod uuid;
 
 pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
+pub use gpu_path::GpuPath;
 pub use ids::*;
 pub use layers::LayerRange;
 pub use phase::Phase;
 pub use placement::{ExpertOwners, ExpertPlacement, LayerPlacement, Placement, PlacementError};
-pub use gpu_path::GpuPath;
 pub use products::{Fp8Compute, Fp8Products};
 pub use usage::{DeviceUsage, USAGE_WORDS};
 pub use uuid::uuid_text;

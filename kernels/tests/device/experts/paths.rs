@@ -73,7 +73,12 @@ pub fn same_bits(options: &Options) -> Outcome {
 }
 
 /// Median time of a launch, where several take turns so that their weights are not in L2.
-fn time(device: &Device, stream: &Stream, launches: &[Launch], rounds: usize) -> Result<Duration, Box<dyn std::error::Error>> {
+fn time(
+    device: &Device,
+    stream: &Stream,
+    launches: &[Launch],
+    rounds: usize,
+) -> Result<Duration, Box<dyn std::error::Error>> {
     let mut times = Vec::new();
     let (begin, end) = (Event::new(device)?, Event::new(device)?);
     for round in 0..=rounds {

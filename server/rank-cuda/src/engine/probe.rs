@@ -147,13 +147,15 @@ fn exports(devices: &[Device]) -> Check {
         .filter(|(_, device)| !device.exports_memory().unwrap_or(false))
         .map(|(gpu, _): (u32, _)| gpu.to_string())
         .collect();
-    let found = if cannot.is_empty() {
-        "every GPU can".to_owned()
-    } else {
-        format!("not GPU {}", cannot.join(", "))
-    };
-    Check::new("export", cannot.is_empty(), found, "export memory as descriptors, for weights that outlive ranks")
-        .way_out("virtual GPUs and WSL may not do that; use --device cpu")
+    let found =
+        if cannot.is_empty() { "every GPU can".to_owned() } else { format!("not GPU {}", cannot.join(", ")) };
+    Check::new(
+        "export",
+        cannot.is_empty(),
+        found,
+        "export memory as descriptors, for weights that outlive ranks",
+    )
+    .way_out("virtual GPUs and WSL may not do that; use --device cpu")
 }
 
 fn peers(devices: &[Device]) -> Check {

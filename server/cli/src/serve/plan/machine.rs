@@ -74,7 +74,8 @@ impl Machine {
             derive(&mut given.mxfp4_compute, Fp8Compute::Bf16, "MXFP4 checkpoints quantise the weights only");
         for (name, compute) in [("fp8-compute", fp8_compute), ("mxfp4-compute", mxfp4_compute)] {
             if kernels == Some(KernelPath::Portable) && compute == Fp8Compute::Fp8 {
-                let found = "is fp8, but the ranks run the portable kernels, which multiply in bf16; leave it out";
+                let found =
+                    "is fp8, but the ranks run the portable kernels, which multiply in bf16; leave it out";
                 return Err(value(name, found));
             }
         }
