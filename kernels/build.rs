@@ -274,7 +274,16 @@ mod cuda {
         // An object is kept if neither the command nor a file that it was made from has changed.
         let record = object.with_extension("command");
         let line = format!("{} {STRICT}={:?} {command:?}", toolkit.version, env::var_os(STRICT));
-        if fs::read_to_string(&record).is_ok_and(|before| before == line) && is_newer(object, &depfile) {
+        let warn = |diagnostics: &str| {
+            for line in diagnostics.lines().filter(|line| !line.trim().is_empty()) {
+                println!("cargo::warning={line}");
+            }
+        };
+        let before = fs::read_to_string(&record).unwrap_or_default();
+        if let Some(diagnostics) = before.strip_prefix(&line)
+            && is_newer(object, &depfile)
+        {
+            warn(diagnostics);
             return headers(&depfile, folder);
         }
         let _ = fs::remove_file(&record);
@@ -297,13 +306,9 @@ mod cuda {
                 regressions.join("\n")
             ));
         }
-        for line in diagnostics.lines().filter(|line| !line.trim().is_empty()) {
-            println!("cargo::warning={line}");
-        }
-        // What a compiler warns of should be seen again.
-        if diagnostics.trim().is_empty() {
-            fs::write(&record, line).map_err(|e| format!("{}: {e}", record.display()))?;
-        }
+        warn(&diagnostics);
+        fs::write(&record, format!("{line}\n{diagnostics}"))
+            .map_err(|e| format!("{}: {e}", record.display()))?;
         headers(&depfile, folder)
     }
 
