@@ -8,6 +8,7 @@
 #include "../experts_formats.cuh"
 #include "../experts_layout.cuh"
 #include "../mma.cuh"
+#include "grouped_tiles.cuh"
 
 namespace expertd {
 
@@ -41,7 +42,7 @@ template <class Format, int ELEMENT_BYTES> struct GroupedNarrow {
     static constexpr int STAGE_UNIT_BYTES = HALF_BYTES + UNIT_BYTES - ELEMENT_BYTES;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int ROW_WARPS = 8;
-    static constexpr int STAGES = Format::SCALED_SUMS ? 3 : 4;
+    static constexpr int STAGES = 96 * 1024 / (GROUPED_ROWS / UNIT_ROWS * STAGE_UNIT_BYTES + GROUPED_TOKENS * PANEL_ROW_BYTES);
     static constexpr int STEPS = Format::CHUNK_STEPS;
     static constexpr bool ROW_SCALES = true;
 

@@ -25,6 +25,16 @@ const TOLERANCE: f64 = 1e-2;
 /// and codes by more than one with it.
 const TOLERANCE_FP8: f64 = 2e-2;
 
+/// Whether tiles of many tokens round scaled elements to bf16, which moves a row by up to 1.1e-2 (in f64 with the same rounding).
+fn rounds_weights(format: i32) -> bool {
+    format == experts::FP8 && KernelPath::chosen() == KernelPath::Portable
+}
+
+/// Largest relative L2 error of a row in a format.
+fn tolerance(format: i32) -> f64 {
+    if format == experts::W8A8 || rounds_weights(format) { TOLERANCE_FP8 } else { TOLERANCE }
+}
+
 /// Takes the changes out of `error` that make it smaller, the best one first. Each is what an element of h contributes that the kernel
 /// may have rounded to the neighbouring code.
 fn without_undecided(error: &mut [f64], mut changes: Vec<Vec<f64>>) {
@@ -141,7 +151,7 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     {
         let step = Step::draw(random, case.hidden, &counts);
         let expected = expected(case, &all, &step);
-        let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
+        let tolerance = tolerance(case.format);
         for &tiles in &shapes {
             let y = step.run(device, case, &loaded, tiles)?;
             let found = compare(&expected, &y, tolerance)
@@ -201,7 +211,8 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let loaded = load(device, case, &all)?;
     let step = Step::draw(random, case.hidden, &[9, 20, 70, 5]);
     // Features differ in size by dozens of powers of two here: each is compared on its own. Rounding h and y to bf16 moves
-    // an output by less than 2^-7 of its terms.
+    // an output by less than 2^-7 of its terms, rounding the weights of gate and up by less than 2^-5.
+    let part = if rounds_weights(case.format) { 2f64.powi(-5) } else { 2f64.powi(-7) };
     for tiles in [[0, 0], FEW_ROWS] {
         let y = step.run(device, case, &loaded, tiles)?;
         let mut assignment = 0;
@@ -211,8 +222,7 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
                 let (expected, sizes) = case.reference(&all[expert], &x, step.weights[assignment]);
                 for (feature, (want, size)) in expected.iter().zip(sizes).enumerate() {
                     let got = y[assignment * case.hidden + feature].to_f64();
-                    let good =
-                        if want.is_nan() { got.is_nan() } else { (got - want).abs() <= size * 2f64.powi(-7) };
+                    let good = if want.is_nan() { got.is_nan() } else { (got - want).abs() <= size * part };
                     if !good {
                         return Err(format!(
                             "specials, format {}, tiles {tiles:?}: expert {expert} feature {feature}: {got} for {want}",
