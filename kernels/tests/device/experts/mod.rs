@@ -253,8 +253,11 @@ const PLAIN: Case = Case {
     block_scales: false,
 };
 
+/// The device, random numbers, and formats.
+type Begun = (Device, Random, Vec<i32>);
+
 /// The device, with the kernels set up, and random numbers. `formats`: those that the options name (`format=2`), otherwise all.
-fn begin(options: &Options) -> Result<(Device, Random, Vec<i32>), Box<dyn std::error::Error>> {
+fn begin(options: &Options) -> Result<Begun, Box<dyn std::error::Error>> {
     let device = Device::open(0)?;
     experts::setup()?;
     let all =

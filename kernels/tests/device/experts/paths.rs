@@ -10,8 +10,7 @@ use half::bf16;
 
 use super::launch::{FEW_ROWS, Launch, Loaded, Step, load};
 use super::mlp::{Case, Expert};
-use super::{PLAIN, begin};
-use crate::random::Random;
+use super::{Begun, PLAIN, begin};
 use crate::{Options, Outcome};
 
 const PATHS: [KernelPath; 2] = [KernelPath::Hopper, KernelPath::Portable];
@@ -26,7 +25,7 @@ fn with<T>(path: KernelPath, work: impl FnOnce() -> T) -> T {
 }
 
 /// Sets up both paths; `None` where the card has only one of them.
-fn both(options: &Options) -> Result<Option<(Device, Random, Vec<i32>)>, Box<dyn std::error::Error>> {
+fn both(options: &Options) -> Result<Option<Begun>, Box<dyn std::error::Error>> {
     if Device::open(0)?.capability()? != (9, 0) {
         println!("both paths: not on this card");
         return Ok(None);
