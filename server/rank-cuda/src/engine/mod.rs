@@ -294,7 +294,7 @@ impl CudaEngine {
         if self.tier_of(layer).is_some() { &[Half::First, Half::Second] } else { &[Half::Whole] }
     }
 
-    /// The copies, if steps of this variant use them.
+    /// The copy engines' buffers and streams, if steps of this variant use them.
     fn copies_of(&self, variant: Variant) -> Option<&Copies> {
         self.copies.as_ref().filter(|_| variant.path != RowPath::Mapped)
     }
