@@ -103,7 +103,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.model.name,
         plan.model.family,
         count(layers.len() as u64, "MoE layer"),
-        count(ranks.into(), "rank"),
+        count(plan.cluster.shape.ranks.into(), "rank"),
         count(plan.cluster.cores.concat().len() as u64, "core"),
         args.dtype,
     );

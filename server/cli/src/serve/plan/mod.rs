@@ -304,7 +304,6 @@ fn scheduler(
         copy_threads: match machine.device {
             // Ranks use all cores.
             DeviceKind::Cpu => 1,
-            DeviceKind::Cuda if machine.is_mixed() => 1,
             DeviceKind::Cuda => (machine.usable_cores / 2).clamp(1, MAX_COPY_THREADS),
         },
     })
