@@ -322,7 +322,8 @@ mod tests {
     fn tiers_are_divided_by_the_memory_of_the_gpu() {
         use expertd_model::synth::{self, SynthConfig};
         let dir = tempfile::tempdir().unwrap();
-        synth::write(&SynthConfig { layers: 2, width: 128, ..SynthConfig::new("mixtral") }, dir.path()).unwrap();
+        synth::write(&SynthConfig { layers: 2, width: 128, ..SynthConfig::new("mixtral") }, dir.path())
+            .unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let expert = checkpoint.spec().layers[0].as_ref().unwrap().experts.bytes;
         let text = tiers(checkpoint.spec(), 7 * expert).unwrap();
