@@ -36,7 +36,7 @@ mod cuda {
     /// Machine code for Ampere and Ada, and PTX that the driver compiles for other GPUs.
     const PORTABLE: &str = "arch=compute_80,code=[sm_80,sm_89,compute_80]";
     /// Sources of both paths.
-    const SHARED: [&str; 10] = [
+    const SHARED: [&str; 11] = [
         "combine",
         "copy_in",
         "copy_out",
@@ -47,6 +47,7 @@ mod cuda {
         "modules",
         "scale",
         "shared",
+        "tier",
     ];
     /// If set, kernels that became slower fail the build.
     const STRICT: &str = "EXPERTD_PTXAS_STRICT";

@@ -9,6 +9,7 @@ use cudarc::driver::sys::CUstream;
 
 use crate::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, ScaleParams, SharedParams,
+    TierParams,
 };
 use crate::path::KernelPath;
 
@@ -68,6 +69,13 @@ unsafe extern "C" {
     ) -> c_int;
     fn expertd_load_modules() -> c_int;
     fn expertd_portable_load_modules() -> c_int;
+    fn expertd_tier(params: *const TierParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_portable_tier(
+        params: *const TierParams,
+        count: u32,
+        blocks: u32,
+        stream: *mut c_void,
+    ) -> c_int;
     fn expertd_error_string(code: c_int) -> *const c_char;
 }
 
@@ -153,6 +161,10 @@ launcher! {
 launcher! {
     /// Makes the assignments of the shared experts.
     shared(SharedParams, blocks) = expertd_shared, expertd_portable_shared
+}
+launcher! {
+    /// Sends a step's rows to CPU ranks, and divides the gate's choices.
+    tier(TierParams, blocks) = expertd_tier, expertd_portable_tier
 }
 launcher! {
     /// Copies from host staging to device memory.

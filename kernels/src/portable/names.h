@@ -11,6 +11,7 @@
 #define expertd_meet expertd_portable_meet
 #define expertd_scale expertd_portable_scale
 #define expertd_shared expertd_portable_shared
+#define expertd_tier expertd_portable_tier
 #define expertd_copy_in expertd_portable_copy_in
 #define expertd_copy_out expertd_portable_copy_out
 #define expertd_load_modules expertd_portable_load_modules
