@@ -4,7 +4,7 @@
 // Widening is exact: the bits of an e4m3 or e2m1 code become a bf16 value whose exponent is too low by a constant (subnormal codes
 // become subnormals of bf16), which is then multiplied by a power of two. NaN codes need no care here, because packing makes the scale
 // of their row NaN (experts_pack_narrow.cu). The scales of FP8 multiply sums over 128 k, in f32. The scales of INT4 do
-// so with sums over 32 k, for few tokens; for many, scales and their products with elements are rounded to bf16.
+// so with sums over 32 k, for few tokens; for many they multiply the elements, and each product is rounded to bf16 once.
 #pragma once
 
 #include "experts_layout.cuh"
@@ -184,6 +184,13 @@ struct Mxfp4 : FourBits {
     }
 };
 
+// a b + c, rounded once.
+__device__ __forceinline__ uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
     uint32_t difference;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
@@ -197,12 +204,17 @@ __device__ __forceinline__ float half_of(uint32_t two, int half) {
     else asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(value) : "r"(two));
     return value;
 }
-// Two f16, rounded to bf16.
-__device__ __forceinline__ uint32_t bf16_of_halves(uint32_t two) {
-    uint32_t rounded;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(half_of(two, 1)), "f"(half_of(two, 0)));
-    return rounded;
-}
+
+// Two f16 in bf16, each as the sum of its first eight significant bits and of the three that follow.
+struct HalvesInParts {
+    uint32_t coarse, fine;
+    __device__ __forceinline__ explicit HalvesInParts(uint32_t two) {
+        const float low = half_of(two, 0), high = half_of(two, 1);
+        coarse = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632); // cuts the three bits off
+        const float low_rest = low - __uint_as_float(coarse << 16), high_rest = high - __uint_as_float(coarse & 0xFFFF0000);
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(fine) : "f"(high_rest), "f"(low_rest));
+    }
+};
 
 // INT4. The bits of an element become the lowest bits of 128 in bf16, which makes 128 plus the element. ZEROS: zero points are in memory.
 template <bool ZEROS> struct Int4Of : FourBits {
@@ -240,15 +252,17 @@ template <bool ZEROS> struct Int4Of : FourBits {
     }
     static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
         const uint32_t of[4] = {words.x, words.y, words.z, words.w};
-        const uint32_t low = bf16_of_halves(chunk == 0 ? scales.scales.x : scales.scales.y); // of two groups
-        const uint32_t high = bf16_of_halves(chunk == 0 ? scales.scales.z : scales.scales.w);
+        // Of two groups. An element has at most four significant bits, so its product with the fine part of a scale is exact.
+        const HalvesInParts low(chunk == 0 ? scales.scales.x : scales.scales.y), high(chunk == 0 ? scales.scales.z : scales.scales.w);
 #pragma unroll
         for (int s = 0; s < CHUNK_STEPS; s++) {
             integers(of[s], scales, 2 * chunk + s / 2, a[s]);
 #pragma unroll
             for (int pair = 0; pair < 4; pair++) {
-                const uint32_t two = pair % 2 == 0 ? low : high;
-                a[s][pair] = multiply_bf16(a[s][pair], s / 2 == 0 ? low_half_twice(two) : high_half_twice(two));
+                const HalvesInParts& two = pair % 2 == 0 ? low : high;
+                const uint32_t coarse = s / 2 == 0 ? low_half_twice(two.coarse) : high_half_twice(two.coarse);
+                const uint32_t fine = s / 2 == 0 ? low_half_twice(two.fine) : high_half_twice(two.fine);
+                a[s][pair] = multiply_add_bf16(a[s][pair], coarse, multiply_bf16(a[s][pair], fine));
             }
         }
     }

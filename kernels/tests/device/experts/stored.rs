@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use crate::random::Random;
 
 /// One matrix as a checkpoint stores it, `[rows, k]`.
+#[derive(Clone)]
 pub struct Stored {
     pub k: usize,
     /// bf16 bits, FP8 bytes or nibbles.
@@ -21,6 +22,8 @@ pub struct Stored {
     pub zeros: Vec<u8>,
     pub row_scales: Vec<f32>,
     pub format: i32,
+    /// INT4: elements are rounded to bf16 before the row's scale.
+    rounded: bool,
 }
 
 fn e4m3(code: u8) -> f64 {
@@ -56,6 +59,7 @@ impl Stored {
             zeros: Vec::new(),
             row_scales: vec![1.0; rows],
             format,
+            rounded: false,
         };
         match format {
             experts::BF16 => {
@@ -79,9 +83,12 @@ impl Stored {
             experts::INT4 | experts::INT4_ZEROS => {
                 stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
                 let groups = rows * k / experts::INT4_GROUP;
-                // Scales of four significant bits, with which bf16 holds scaled elements: large tiles round no weight then.
-                let unit = 2f32.powi((size / 5.0).log2().floor() as i32 - 3);
-                let scale = |_| f16::from_f32((8 + random.below(8)) as f32 * unit);
+                // With the bits of f16, or those that a scale in bf16 has.
+                let scale = |_| {
+                    let scale = size / 5.0 * (0.5 + random.unit());
+                    let fewer = bf16::from_f32(scale).to_f32();
+                    f16::from_f32(if random.below(2) == 0 { scale } else { fewer })
+                };
                 stored.group_scales = (0..groups).map(scale).collect();
                 let zero =
                     |_| if format == experts::INT4 { experts::INT4_MIDDLE } else { random.below(16) as u8 };
@@ -100,6 +107,11 @@ impl Stored {
         stored
     }
 
+    /// The matrix as tiles of many tokens multiply it in INT4: each element times its scale, rounded to bf16 once.
+    pub fn rounded(&self) -> Stored {
+        Stored { rounded: true, ..self.clone() }
+    }
+
     pub fn value(&self, row: usize, col: usize) -> f64 {
         let at = row * self.k + col;
         let unscaled = match self.format {
@@ -112,7 +124,9 @@ impl Stored {
             experts::INT4 | experts::INT4_ZEROS => {
                 let group = row * (self.k / experts::INT4_GROUP) + col / experts::INT4_GROUP;
                 let code = self.codes[at / 2] >> (at % 2 * 4) & 15;
-                (f64::from(code) - f64::from(self.zeros[group])) * self.group_scales[group].to_f64()
+                let integer = f64::from(code) - f64::from(self.zeros[group]);
+                let scaled = integer * self.group_scales[group].to_f64();
+                if self.rounded { bf16::from_f64(scaled).to_f64() } else { scaled }
             }
             _ => {
                 let exponent = self.exponents[row * (self.k / 32) + col / 32];
