@@ -40,8 +40,8 @@ impl DeviceFormat {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 => (4.0, 3.5e6),
-            DeviceFormat::Int4 | DeviceFormat::Int4Zeros => (4.0, f64::INFINITY),
-            DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 => (4.0, f64::INFINITY),
+            DeviceFormat::Fp8 | DeviceFormat::Mxfp4 | DeviceFormat::Mxfp8 => (5.0, f64::INFINITY),
             DeviceFormat::W8a8 => (0.5, 1e6),
         };
         load.rows() <= rows && load.bytes() <= bytes

@@ -193,7 +193,19 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         third.down.multipliers[1] = 1e-30;
         third.gate.row_scales[7] = 0.0;
         fourth.up.codes[3 * fourth.up.k] = 0xff; // reaches every output
-    } else if case.format != experts::MXFP4 {
+    } else if case.format == experts::NVFP4 {
+        let groups = first.down.k / experts::NVFP4_GROUP;
+        first.down.exponents[5 * groups] = 0x7f;
+        first.down.exponents[17 * groups + groups - 1] = 0xff;
+        second.down.exponents.fill(0x80); // -0 everywhere
+        second.down.exponents[groups] = 0x01;
+        // Every scale that is a number, each on all elements of a group.
+        let scales = (0..=255_u8).filter(|code| code & 0x7f != 0x7f).cycle();
+        third.down.exponents.iter_mut().zip(scales).for_each(|(to, scale)| *to = scale);
+        third.gate.row_scales[7] = 0.0;
+        third.up.row_scales[9] = 1e20;
+        fourth.gate.exponents[3] = 0x7f; // reaches every output
+    } else if matches!(case.format, experts::INT4 | experts::INT4_ZEROS) {
         let groups = first.down.k / experts::INT4_GROUP;
         first.down.group_scales[5 * groups] = f16::NAN;
         first.down.group_scales[17 * groups + groups - 1] = f16::NAN;
@@ -208,8 +220,14 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
         let k = first.down.k;
         first.down.exponents[5 * (k / 32)] = 255;
         first.down.exponents[17 * (k / 32) + k / 32 - 1] = 255;
-        second.down.codes.fill(0x88); // -0 everywhere
-        second.down.codes[..k / 2].fill(0x11); // a row of 0.5
+        if case.format == experts::MXFP8 {
+            first.down.codes[9 * k + 1] = 0x7f;
+            second.down.codes.fill(0x80); // -0 everywhere
+            second.down.codes[..k].fill(0x01); // a row of the smallest subnormal
+        } else {
+            second.down.codes.fill(0x88); // -0 everywhere
+            second.down.codes[..k / 2].fill(0x11); // a row of 0.5
+        }
         // Scales beyond what the multiplier carries, beside small ones; and a row of tiny ones.
         third.down.exponents[..k / 32].fill(200);
         third.down.exponents[1] = 190;
@@ -267,16 +285,14 @@ const PLAIN: Case = Case {
 fn begin(options: &Options) -> Result<(Device, Random, Vec<i32>), Box<dyn std::error::Error>> {
     let device = Device::open(0)?;
     experts::setup()?;
-    let all =
-        [experts::BF16, experts::FP8, experts::MXFP4, experts::W8A8, experts::INT4, experts::INT4_ZEROS];
-    let chosen = all.into_iter().filter(|&format| options.number("format", format as u64) == format as u64);
+    let chosen = (experts::BF16..=experts::MXFP8).filter(|&format| options.number("format", format as u64) == format as u64);
     Ok((device, Random(options.number("seed", 31)), chosen.collect()))
 }
 
 pub fn check(options: &Options) -> Outcome {
     let (device, mut random, _) = begin(options)?;
     let plain = PLAIN;
-    for format in [experts::BF16, experts::FP8, experts::MXFP4, experts::INT4, experts::INT4_ZEROS] {
+    for format in (experts::BF16..=experts::MXFP8).filter(|&format| format != experts::W8A8) {
         ragged(&device, &mut random, &Case { format, ..plain })?;
         // An odd number of panels in both, more rows than a tile, biases.
         let other =
@@ -313,7 +329,7 @@ pub fn check(options: &Options) -> Outcome {
         &mut random,
         &Case { hidden: 192, activation: experts::SWIGLU_CLAMPED, weight_on_input: true, ..blocks },
     )?;
-    for format in [experts::FP8, experts::MXFP4, experts::INT4, experts::INT4_ZEROS] {
+    for format in (experts::FP8..=experts::MXFP8).filter(|&format| format != experts::W8A8) {
         specials(&device, &mut random, &Case { format, hidden: 128, inter: 256, ..plain })?;
     }
     Ok(())
