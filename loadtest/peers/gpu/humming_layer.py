@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Humming peer: its quantised grouped products on one GPU in INT4, MXFP4 or NVFP4, with bf16 rows, as vLLM runs them: rows found by lists,
-gate and up, activation, down, sum. Lists, activation and sum are Triton.
+"""Humming peer: its grouped products on one GPU with INT4 weights and bf16 rows, as vLLM runs them: rows found by lists, gate and up,
+activation, down, sum. Lists, activation and sum are Triton.
 
 Needs humming-kernels in the folder that PEER_SITE names; it compiles kernels when it runs.
 
-humming_layer.py [--dtype int4|mxfp4|nvfp4] [--shape S] [--tokens T ...]
+humming_layer.py [--shape S] [--tokens T ...]
 """
 
 import os
@@ -30,19 +30,14 @@ def padded_kernel(counts, padded, local, EXPERTS: tl.constexpr, M: tl.constexpr)
 
 
 @triton.jit
-def activate_kernel(both, h, inter, alpha, limit, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr):
-    """h = silu(gate) * up of bf16 `both` [R, 2I], or gpt-oss's SwiGLU."""
+def activate_kernel(both, h, inter, BLOCK: tl.constexpr):
+    """h = silu(gate) * up of bf16 `both` [R, 2I]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inter
     gate = tl.load(both + row * 2 * inter + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * inter + inter + column, mask=inside, other=0.0).to(tl.float32)
-    if GPT_OSS:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        value = gate * tl.sigmoid(alpha * gate) * (up + 1)
-    else:
-        value = gate * tl.sigmoid(gate) * up
+    value = gate * tl.sigmoid(gate) * up
     tl.store(h + row * inter + column, value.to(tl.bfloat16), mask=inside)
 
 
@@ -82,43 +77,18 @@ class Lists:
         grouped.list_kernel[blocks](ids, self.place, self.starts, self.listed, 0, experts, self.entries, BLOCK=256)
 
 
-def tensors(weights, bias):
-    """The library's description of a matrix of every expert, and its tensors, as checkpoints of compressed-tensors have them."""
-    group = dict(quant_method="compressed-tensors", num_bits=4, strategy="group", symmetric=True)
-    if isinstance(weights, common.Int4):
-        about = dict(group, format="pack-quantized", type="int", group_size=common.INT4_GROUP)
-        found = {"weight_packed": weights.codes.view(torch.int32), "weight_scale": weights.scales.bfloat16()}
-    elif isinstance(weights, common.Nvfp4):
-        about = dict(group, format="nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=common.NV_GROUP)
-        factor = torch.full((weights.codes.shape[0], 1), 1 / common.NV_FACTOR, device=weights.codes.device)
-        found = {"weight_packed": weights.codes, "weight_scale": weights.scales, "weight_global_scale": factor}
-    else:
-        about = {"quant_method": "mxfp4"}
-        found = {"weight": weights.codes, "weight_scale": weights.exponents}
-    if bias is not None:
-        found["bias"] = bias.bfloat16()
-    return about, found
-
-
-def in_halves(weights):
-    """gpt-oss's rows, which are gate and up in turn, as gate rows before up rows."""
-    return torch.cat([weights[:, ::2], weights[:, 1::2]], 1).contiguous()
-
-
-def products(weights, bias, halves):
-    """The library's layer of all experts."""
+def products(weights):
+    """The library's layer of a matrix of every expert, from tensors as checkpoints of compressed-tensors have them."""
     from humming.layer import HummingLayer
 
-    about, found = tensors(weights, bias)
-    if halves:
-        found = {name: in_halves(tensor) for name, tensor in found.items()}
+    about = dict(quant_method="compressed-tensors", num_bits=4, strategy="group", symmetric=True)
+    about.update(format="pack-quantized", type="int", group_size=common.INT4_GROUP)
     experts, rows, columns = weights.codes.shape
     with torch.inference_mode(False), weights.codes.device:
         made = HummingLayer(
-            shape_n=rows, shape_k=2 * columns, weight_config=about, num_experts=experts, has_bias=bias is not None,
-            torch_dtype=torch.bfloat16,
-        )  # fmt: skip
-        made.load_from_tensors({name: tensor.clone() for name, tensor in found.items()})
+            shape_n=rows, shape_k=2 * columns, weight_config=about, num_experts=experts, torch_dtype=torch.bfloat16
+        )
+        made.load_from_tensors({"weight_packed": weights.codes.view(torch.int32), "weight_scale": weights.scales.bfloat16()})
         made.transform()
     return made
 
@@ -126,7 +96,7 @@ def products(weights, bias, halves):
 def prepare(world, shape, tokens):
     from humming.tune import get_heuristics_config
 
-    if world.ranks > 1:
+    if world.ranks > 1 or shape.gpt_oss:
         return None
     entries, inter, hidden = tokens * shape.top_k, shape.width, shape.hidden
     # All steps of a graph share scratch memory, as in an engine.
@@ -155,17 +125,14 @@ def prepare(world, shape, tokens):
 
     def make(layer, rows, out):
         if not hasattr(layer, "for_humming"):
-            halves = shape.gpt_oss
-            layer.for_humming = products(layer.gate_up, layer.gate_up_bias, halves), products(layer.down, layer.down_bias, False)
+            layer.for_humming = products(layer.gate_up), products(layer.down)
         gate_up, down = layer.for_humming
 
         def step():
             weights, ids = layer.route(rows)
             listed = {"ids": ids}
             product(gate_up, rows, both, listed, shape.top_k)
-            activate_kernel[(entries, triton.cdiv(inter, 1024))](
-                both, h, inter, common.ALPHA, common.LIMIT, GPT_OSS=shape.gpt_oss, BLOCK=1024, num_warps=4
-            )
+            activate_kernel[(entries, triton.cdiv(inter, 1024))](both, h, inter, BLOCK=1024, num_warps=4)
             product(down, h, y, listed, 1)
             sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, weights, out, hidden, K=shape.top_k, BLOCK=1024, num_warps=4)
 
@@ -175,4 +142,4 @@ def prepare(world, shape, tokens):
 
 
 if __name__ == "__main__":
-    common.run("humming", __doc__, prepare, formats=("int4", "mxfp4", "nvfp4"))
+    common.run("humming", __doc__, prepare, formats=("int4",))

@@ -23,7 +23,7 @@ PEERS = {
     "deepgemm": ("deepgemm_layer", ["fp8"]),
     "deepgemm_masked": ("deepgemm_masked_layer", ["fp8"]),
     "triton_kernels": ("triton_kernels_layer", ["mxfp4"]),
-    "humming": ("humming_layer", ["int4", "mxfp4", "nvfp4"]),
+    "humming": ("humming_layer", ["int4"]),
 }
 
 # What one H200 reaches: bytes/s read, and operations/s of products by format (docs/measurements/gpu-experts.md).

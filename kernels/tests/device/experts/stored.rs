@@ -86,8 +86,9 @@ impl Stored {
                 stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
                 // Codes from 0x30 on are at least 0.5; the rows' scales have the rest, and some scales are negative.
                 let groups = rows * k / experts::NVFP4_GROUP;
-                stored.exponents =
-                    (0..groups).map(|_| 0x30 + random.below(16) as u8 | random.below(2) as u8 * 0x80).collect();
+                stored.exponents = (0..groups)
+                    .map(|_| 0x30 + random.below(16) as u8 | random.below(2) as u8 * 0x80)
+                    .collect();
             }
             experts::FP8 | experts::W8A8 => {
                 stored.codes = e4m3_codes(random, [rows, k]);
@@ -142,7 +143,8 @@ impl Stored {
             }
             experts::MXFP8 => e4m3(self.codes[at]) * self.power_of_two(row, col),
             experts::NVFP4 => {
-                let scale = self.exponents[row * (self.k / experts::NVFP4_GROUP) + col / experts::NVFP4_GROUP];
+                let scale =
+                    self.exponents[row * (self.k / experts::NVFP4_GROUP) + col / experts::NVFP4_GROUP];
                 e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * e4m3(scale)
             }
             experts::INT4 | experts::INT4_ZEROS => {

@@ -131,7 +131,10 @@ impl Layers {
             counters: Buffer::zeroed(&device, experts::state_words(experts))?,
             factors: Buffer::from_slice(
                 &device,
-                &vec![if format == DeviceFormat::Nvfp4 { NVFP4_FACTOR } else { 1.0 }; (2 * width).max(hidden)],
+                &vec![
+                    if format == DeviceFormat::Nvfp4 { NVFP4_FACTOR } else { 1.0 };
+                    (2 * width).max(hidden)
+                ],
             )?,
             device,
         })

@@ -47,7 +47,8 @@ fn fp8_elements(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] 
 /// The two elements that a lane holds in pair `pair` of step `step`, without factors of rows (`Fp8::widen`, `Fp8::load_scales`).
 fn fp8_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
     let scale = word(unit, 2048 + lane / 4 * 8 + pair % 2 * 4);
-    fp8_elements(unit, lane, step, pair).map(|value| value * 2f64.powi(120) * f64::from(f32::from_bits(scale)))
+    fp8_elements(unit, lane, step, pair)
+        .map(|value| value * 2f64.powi(120) * f64::from(f32::from_bits(scale)))
 }
 
 /// Two e2m1 elements with the exponent that is too low (`Mxfp4::place_block`).
