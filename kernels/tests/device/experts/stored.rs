@@ -87,7 +87,7 @@ impl Stored {
                 // Codes from 0x30 on are at least 0.5; the rows' scales have the rest, and some scales are negative.
                 let groups = rows * k / experts::NVFP4_GROUP;
                 stored.exponents = (0..groups)
-                    .map(|_| 0x30 + random.below(16) as u8 | random.below(2) as u8 * 0x80)
+                    .map(|_| (0x30 + random.below(16) as u8) | (random.below(2) as u8 * 0x80))
                     .collect();
             }
             experts::FP8 | experts::W8A8 => {
