@@ -190,5 +190,5 @@ fn expert_parameters_mirror_experts_h() {
     assert_mirrors!(h, "ExpertdPackParams", PackParams: first, second, panels, expert_stride, experts, hidden, inter,
         kind);
     assert_mirrors!(h, "ExpertdPackNarrowParams", PackNarrowParams: first, second, first_scales, second_scales,
-        row_scales_in, row_scales, units, hidden, inter, kind, format);
+        first_zeros, second_zeros, row_scales_in, row_scales, units, hidden, inter, kind, format);
 }
