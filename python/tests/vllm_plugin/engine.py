@@ -21,9 +21,9 @@ def expert_bytes(model):
 
 
 def methods(model):
-    """Which method holds and applies the weights of the first layer's attention, and of its experts."""
-    named = {name: module.quant_method for name, module in model.named_modules() if "layers.0." in name and hasattr(module, "quant_method")}
-    return {kind: next(type(m).__name__ for n, m in named.items() if kind in n) for kind in ("qkv_proj", "experts")}
+    """Which method holds and applies the weights of attention, and of routed experts, in the first layer that has them."""
+    named = {name: type(module.quant_method).__name__ for name, module in model.named_modules() if hasattr(module, "quant_method")}
+    return {kind: next(method for name, method in named.items() if kind in name) for kind in ("qkv_proj", "routed_experts")}
 
 
 def logprobs(output):
@@ -58,14 +58,14 @@ def compare_choices(found):
     def dense(ids, weights, experts):
         return torch.zeros(ids.shape[0], experts).scatter(1, ids.long(), weights.float())
 
-    def forward(self, layer, rows, ids, weights, *others):
+    def forward(self, layer, rows, ids, weights, *others, **options):
         most = self.model.limits.max_tokens_per_request
         mine = dense(ids[:most], weights[:most], self.layer(layer).num_experts)
         with expertd.Client(self.address, session=self.session) as client:
             answer = client.forward(layer, rows[:most].contiguous(), return_routing=True)
         theirs = [torch.from_numpy(numpy.array(part)) for part in (answer.topk_ids, answer.topk_weights)]
         found.append((mine - dense(*theirs, mine.shape[1])).abs().max().item())
-        return original(self, layer, rows, ids, weights, *others)
+        return original(self, layer, rows, ids, weights, *others, **options)
 
     Remote.forward = forward
     return lambda: setattr(Remote, "forward", original)

@@ -64,7 +64,7 @@ def engines(tmp_path_factory):
 def test_log_probabilities_are_as_near_as_those_of_transformers(engines, family, dtype, attention):
     answer, errors = engines[family, dtype]
     assert "error" not in answer, answer
-    assert answer["methods"] == {"qkv_proj": attention, "experts": "RemoteExpertsMethod"}
+    assert answer["methods"] == {"qkv_proj": attention, "routed_experts": "RemoteExpertsMethod"}
     assert answer["expert_bytes"] == 0 and len(answer["tokens"][0]) == 8
     mine, theirs = errors
     # Both round rows to bf16, at different places.
