@@ -63,7 +63,7 @@ def compare_choices(found):
         mine = dense(ids[:most], weights[:most], self.layer(layer).num_experts)
         with expertd.Client(self.address, session=self.session) as client:
             answer = client.forward(layer, rows[:most].contiguous(), return_routing=True)
-        theirs = [torch.from_numpy(numpy.array(part)) for part in (answer.topk_ids, answer.topk_weights)]
+        theirs = [torch.from_numpy(numpy.array(part)) for part in (answer.receipt.topk_ids, answer.receipt.topk_weights)]
         found.append((mine - dense(*theirs, mine.shape[1])).abs().max().item())
         return original(self, layer, rows, ids, weights, *others, **options)
 
