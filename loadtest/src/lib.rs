@@ -96,11 +96,11 @@ pub enum Error {
 pub async fn run(args: &Args) -> Result<Report, Error> {
     args.check()?;
     let model = match args.session {
-        Some(_) => {
+        Some(SessionKind::Host | SessionKind::Cuda) => {
             let options = SessionOptions { rows_bytes: 1, calls: 1, ..SessionOptions::default() };
             SessionClient::open(&args.address, &options)?.model().clone()
         }
-        None => {
+        None | Some(SessionKind::Network) => {
             let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
             request::get_model(&mut first, &args.model).await?
         }
@@ -134,24 +134,29 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     let memory =
         args.output.watch_memory.map(|pid| tokio::spawn(resources::watch(pid, load.period.start, watched)));
     let bar = (!args.output.quiet).then(|| progress::show(Arc::clone(&load)));
+    let watched_pid = args.output.watch_memory;
     let measured = tokio::spawn({
         let measured = load.period.measured;
         async move {
             tokio::time::sleep_until(measured.into()).await;
-            CpuTime::now()
+            CpuTime::now(watched_pid)
         }
     });
+    // Open until the processor times are read: the service ends the processes that serve them.
+    let mut sessions = Vec::new();
     if args.session == Some(SessionKind::Cuda) {
         drive_cuda(&load, args).await?;
     } else if args.session.is_some() {
-        drive_sessions(&load, &args.shape, &session::open_all(&args.address, &args.shape, &workload)?).await;
+        sessions = session::open_all(args, &workload)?;
+        drive_sessions(&load, &args.shape, &sessions).await;
     } else {
         let clients =
             connections(&args.address, &args.credentials, &args.shape, workload.message_bytes).await?;
         drive(&load, &args.shape, clients).await;
     }
     let since = if measured.is_finished() { measured.await.ok() } else { None };
-    let cpu = since.unwrap_or_else(CpuTime::now).since();
+    let cpu = since.unwrap_or_else(|| CpuTime::now(watched_pid)).since();
+    drop(sessions);
     if let Some(bar) = bar {
         bar.abort();
     }
@@ -252,7 +257,7 @@ async fn check(
     for number in 0..CHECKERS {
         let workload = &load.workload;
         let client = match args.session {
-            Some(_) => Client::Session(session::open(&args.address, 1, workload)?),
+            Some(_) => Client::Session(session::open(args, 1, workload)?),
             None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
         };
         let (workload, recorder) = (Arc::clone(&load.workload), Arc::clone(&load.recorder));

@@ -173,7 +173,7 @@ class Service:
         on_graph_failure: GraphFailure = "abort",
     ) -> Client:
         """A client that is connected to this service."""
-        address = self.session_address if session else self.address
+        address = self.session_address if session in ("host", "cuda") else self.address
         return Client(address, session=session, retry=retry, on_graph_failure=on_graph_failure)
 
     def log(self) -> str:

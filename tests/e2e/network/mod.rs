@@ -2,8 +2,13 @@
 //!
 //! They need NIXL: `EXPERTD_NIXL` names its folder. Without it they are ignored.
 
+mod access;
+mod c;
 mod faults;
+mod fleet;
 mod hostile;
+mod link;
+mod stalls;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -29,8 +34,12 @@ fn library() -> PathBuf {
 
 fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     let library = library();
-    let flags = ["--network-listen", "127.0.0.1", "--network-library", library.to_str().unwrap()];
-    Service::start(family, ranks, &[&flags, more].concat())
+    let mut flags = vec!["--network-library", library.to_str().unwrap()];
+    if !more.contains(&"--network-listen") {
+        flags.extend(["--network-listen", "127.0.0.1"]);
+    }
+    flags.extend(more);
+    Service::start(family, ranks, &flags)
 }
 
 fn options(rows_bytes: usize) -> NetworkOptions {
@@ -126,9 +135,13 @@ fn calls_that_are_invalid_fail_alone() {
 
 /// Bytes of memory of a process that no file holds.
 fn anonymous(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+    anonymous_of(&std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap()).unwrap()
+}
+
+/// The same from what `/proc/PID/status` says; nothing of a process that has ended.
+fn anonymous_of(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    Some(line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024)
 }
 
 /// Calls of random sizes from four threads: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise.
