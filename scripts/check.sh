@@ -17,6 +17,11 @@ step "size and import circles"
 scripts/lines.py
 scripts/import_circles.py
 
+step "planted faults of the simulation still apply"
+for patch in server/scheduler/mutants/*.patch; do
+    git apply --check "$patch" || { echo "$patch does not apply: adapt it, then run scripts/mutants.sh $(basename "$patch" .patch)"; exit 1; }
+done
+
 step "clippy"
 cargo clippy --workspace --all-targets --locked -- -D warnings
 

@@ -53,7 +53,7 @@ impl Client {
         Client::connect_with(address, &Credentials::default()).await
     }
 
-    /// The same with TLS and credentials.
+    /// Like [`connect`](Self::connect), with TLS and credentials.
     ///
     /// # Errors
     /// [`ClientError`] if a file cannot be used, nothing answers there, or not with a model.

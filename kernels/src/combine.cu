@@ -350,11 +350,11 @@ __device__ void combine_alone(const CombineParams& p) {
     const uint64_t exchange = load_word(&g.state->exchange);
     const uint64_t number = load_word(&g.state->step);
     const uint32_t tokens = min(state.w, g.max_tokens);
-    // After an earlier error nothing of an item means anything.
+    // After an earlier error the items are undefined.
     const uint32_t end = state.z != 0 ? 0 : (p.end_row == 0 ? tokens : min(p.end_row, tokens)) * pieces;
     begin_kernel();
     if (p.first_row == 0) stamp_begin(g.state, kCombine);
-    const uint32_t error = __ldcg(&g.state->error);  // that of the experts, too; it arrives together with the first outputs
+    const uint32_t error = __ldcg(&g.state->error);  // includes the experts' error; loaded here, so that it arrives with the first outputs
     if (warp == kWorkers) {
         if (blockIdx.x != 0 || lane != 0 || error != 0) return;
         g.state->sequence = exchange + 1;

@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kThreads, 1) copy_out(const __grid_constant__ 
     const uint32_t lane = threadIdx.x % 32, words = p.hidden / 8;
     const Ending ending = load_ending(p);
     const uint32_t tokens = min(__ldcg(&state->tokens), p.max_tokens), dtype = __ldcg(&state->out_dtype);
-    // Threads may see an error of combine or not. After an earlier one, which all see, there is nothing to report.
+    // All threads see an error of an earlier kernel, after which nothing is reported. An error of combine may be seen by some
+    // threads only.
     const bool failed = __ldcg(&state->error) != 0;
     // Without rows to copy: combine stores them at their places, or copy engines carry them.
     const bool done = __ldcg(&state->direct) != 0 || p.out == nullptr;

@@ -167,7 +167,7 @@ __device__ void list_alone(const DispatchParams& p, const uint4& state, uint32_t
     stamp_end(g.state, kPrepare);
 }
 
-// The pieces of this rank's rows that a warp has, out of those of all warps of `blocks` blocks. Neighbouring warps of a block have
+// A warp's share of the pieces of this rank's rows, which the warps of `blocks` blocks divide. Neighbouring warps of a block have
 // neighbouring pieces of a row, and the blocks take turns.
 class Pieces {
   public:
@@ -177,7 +177,7 @@ class Pieces {
         if (item_ < p.group.max_tokens * pieces_) loaded_ = load_item(p, item_, pieces_, words_);
     }
 
-    // Calls `send(piece, token, index of the piece, words of a row)` for each of them; the next one is loaded before.
+    // Calls `send(piece, token, index of the piece, words of a row)` for each piece, after the load of the next piece has begun.
     template <class Send> __device__ __forceinline__ void each(uint32_t tokens, Send send) {
         const uint32_t items = tokens * pieces_;
         while (item_ < items) {

@@ -238,8 +238,8 @@ __device__ void list_rows(const DispatchParams& p, uint32_t own, uint32_t lists,
     }
 }
 
-// Lists the rows of up to kInOneBlock entries of a rank alone, by one block. Warp w has the kEach * 32 entries from w * kEach * 32 on, so
-// that they can be loaded before their number is known.
+// One block builds the row lists of a group with one rank, for at most kInOneBlock entries. Warp w has the kEach * 32 entries
+// from w * kEach * 32 on, so that loads need not wait for the counts.
 __device__ __forceinline__ void list_in_one_block(const DispatchParams& p, uint32_t total, const uint32_t (&experts)[kEach],
                                                   const float (&weights)[kEach], uint32_t* counts /* shared [kWarps][experts] */) {
     __shared__ uint32_t sums[kWarps];

@@ -88,7 +88,7 @@ pub unsafe fn copy_to_device(
 /// Enqueues a copy from device memory to pinned host memory.
 ///
 /// # Safety
-/// As for [`copy_to_device`].
+/// The conditions of [`copy_to_device`].
 pub unsafe fn copy_to_host(stream: &Stream, to: *mut u8, from: u64, bytes: usize) -> Result<(), DeviceError> {
     // SAFETY: the caller's promise.
     let status = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, stream.raw()) };

@@ -8,7 +8,7 @@
  * on them, so one captured graph serves every step and, through the layer table, every layer of a shape.
  *
  * Functions return a cudaError_t as int. None of them allocates; launches can be captured in graphs.
- * Weight layout: experts_layout.cuh. Everything is documented in docs/kernels.md, "The experts' kernel". */
+ * Weight layout: experts_layout.cuh. How the kernels work: docs/kernels.md, "The experts' kernel". */
 #ifndef EXPERTD_EXPERTS_H
 #define EXPERTD_EXPERTS_H
 
@@ -53,7 +53,7 @@ enum {
     EXPERTD_TILE_TALL = 1, /* 256 weight rows in one block */
     EXPERTD_TILE_TURNS = 2, /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
     EXPERTD_TILE_TOKEN_ROWS = 3, /* bf16, and W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
-    EXPERTD_TILE_TOKEN_PAIRS = 4 /* the same, and two blocks with neighbouring token tiles share their weights */
+    EXPERTD_TILE_TOKEN_PAIRS = 4 /* as EXPERTD_TILE_TOKEN_ROWS, and two blocks with neighbouring token tiles share their weights */
 };
 
 enum ExpertdLaunchFlags {
@@ -154,7 +154,7 @@ typedef struct ExpertdPackNarrowParams {
     const void* first_zeros;    /* INT4 with zero points: bytes [rows][k / 32]; else null */
     const void* second_zeros;   /* zero points of up; null for down */
     const float* row_scales_in; /* [2][inter] or [hidden]: further factors of rows, 1 if there are none */
-    float* row_scales;          /* destination of the same size: the scales of ExpertdLayerWeights */
+    float* row_scales;          /* destination, as large as row_scales_in: the scales of ExpertdLayerWeights */
     void* units;                /* destination, 16-byte aligned, expertd_experts_matrix_bytes() */
     int32_t hidden;
     int32_t inter;

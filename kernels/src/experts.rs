@@ -60,7 +60,7 @@ pub const TILE_TURNS: i32 = 2;
 /// [`ExpertsParams::tile_rows`]: 256 weight rows and 128 tokens, which are wgmma's M operand ([`BF16`], and [`W8A8`] with
 /// [`LayerWeights::block_scales`]).
 pub const TILE_TOKEN_ROWS: i32 = 3;
-/// [`ExpertsParams::tile_rows`]: the same, and two blocks with neighbouring token tiles share their weights.
+/// [`ExpertsParams::tile_rows`]: as the value before, and two blocks with neighbouring token tiles share their weights.
 pub const TILE_TOKEN_PAIRS: i32 = 4;
 
 /// Packs the gate and up matrices.
@@ -164,7 +164,7 @@ pub struct PackParams {
     pub second: u64,
     /// Destination.
     pub panels: u64,
-    /// Distance between experts of `first`, and of `second`, in elements.
+    /// Strides between experts of `first` and of `second`, in elements.
     pub expert_stride: u64,
     /// Number of experts.
     pub experts: i32,

@@ -84,7 +84,7 @@ template <class Format> struct Block {
     __device__ uint32_t token_stage(int slot) const {
         return token_ring + slot * plan.stage_blocks * stage_token_bytes<Format>(plan.tile_tokens);
     }
-    // W8A8: address of the f32 scales of the stage's weight rows, which those of its tokens follow.
+    // W8A8: address of the f32 scales of the stage's weight rows. The scales of its tokens follow.
     __device__ uint32_t scale_stage(int slot) const { return scale_ring + slot * Format::SCALE_STAGE_BYTES; }
     __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + plan.block_rows * 4; }
     // W8A8: the maxima of set 0 or 1.

@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_all(const Block<Format>& block, const S
     static_assert(PARTS<Format, N> == 2, "the part is the set");
     uint32_t a[2][BLOCK_STEPS][4];
     Words<Format, N> words;
-    typename Format::Scales scales, before{}; // of the k block that is being multiplied, and of the one that is not yet added
+    typename Format::Scales scales, before{}; // scales of the k block that is multiplied, and of the one whose product is not yet added
 
     KBlocks<Format> ring(block, segment, from, stage);
     ring.next(0);

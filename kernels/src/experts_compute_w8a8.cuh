@@ -132,7 +132,7 @@ __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Seg
         stage.advance(block.plan.stages);
     }
     const Segment segment = uniform(block.shared.segments[slot.slot]); // read again, because keeping it would occupy registers
-    if (segment.rows == 0) return; // of two strips of a pair, the second may be none
+    if (segment.rows == 0) return; // a pair's second strip may be empty
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
         store_h_w8a8<N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,

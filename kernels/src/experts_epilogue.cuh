@@ -85,7 +85,7 @@ __device__ __forceinline__ float2 row_scales(const Epilogue& e) {
     return make_float2(scale[0], scale[8]);
 }
 
-// Biases of the same rows, or zeros.
+// Biases of the thread's two rows; zeros without biases.
 __device__ __forceinline__ float2 row_biases(const Epilogue& e) {
     const int warp = thread_here() % 128 / 32, row = thread_here() % 32 / 4;
     const float* all = e.segment.phase == 0 ? e.layer.gate_up_bias : e.layer.down_bias;

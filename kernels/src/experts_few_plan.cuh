@@ -55,16 +55,17 @@ template <class Format> struct FewRing {
     static constexpr int SHARED_BYTES = BYTES + sizeof(FewShared); // shared memory of a block
     static constexpr int PACED_SLOTS = FEW_PACED_BYTES / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int CHUNKS = FEW_UNITS / Format::CHUNK_UNITS; // most chunks of an item
-    // Most chunks of a stream that are under way at once. A parity tells only the last two fills of a slot apart, so when a consumer
-    // waits for a chunk, the chunk before it in the slot must be complete. The consumer has had a chunk at most (FEW_CONSUMERS /
-    // FEW_STREAMS - 1) * CHUNKS + 1 chunks earlier, and what was complete then is what is no longer under way.
+    // Most chunks of a stream that are under way at once. A parity tells only the last two fills of a slot apart, so when a
+    // consumer waits for a chunk, the previous chunk of its slot must be complete. The consumer has had a chunk that is at most
+    // (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS + 1 chunks older. When that one was requested, the chunk MOST_AHEAD before it
+    // was complete, so MOST_AHEAD is the number of slots less that distance.
     static constexpr int MOST_AHEAD = SLOTS - (FEW_CONSUMERS / FEW_STREAMS - 1) * CHUNKS - 1;
     static_assert(SLOT_BYTES % 128 == 0 && FEW_UNITS % Format::CHUNK_UNITS == 0 && PACED_SLOTS <= MOST_AHEAD &&
                   Format::ROW_SLOTS <= FEW_MOST_ROW_SLOTS);
 };
 
-// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Afterwards
-// `failed` is the same for all threads: whether any found it set.
+// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Sets
+// `failed` in all threads if any thread found it set.
 __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed) {
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -134,7 +135,7 @@ template <class Format> __device__ __forceinline__ FewShare few_share(const Expe
             return (depth - coarse_before * coarse_depth) / fine_depth;
         };
         of_fine = {before(block, of_coarse.first), before(block + 1, of_coarse.end)};
-    } else { // one unit more is more than a share: give the blocks without it those of the finer phase that are over
+    } else { // one unit is more than an even share: the blocks with fewer coarse units get the remaining fine ones
         const Run reversed = even_run(fine, blocks - 1 - block);
         of_fine = {fine - reversed.end, fine - reversed.first};
     }
@@ -189,7 +190,7 @@ class FewSegments {
     uint32_t at_, end_;
 };
 
-// Positions of items in a stream. `items` are the block's items before the segment, of which this many come before the stream's first:
+// Position in a segment of the first item that the stream brings. `items`: number of the block's items before the segment.
 __device__ __forceinline__ int first_of_stream(uint32_t items, int stream) { return (uint32_t(stream) - items) % FEW_STREAMS; }
 // Number of the stream's items in a segment with this number of k blocks.
 __device__ __forceinline__ int items_of_stream(uint32_t items, int stream, int k_blocks) {

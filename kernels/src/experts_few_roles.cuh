@@ -64,7 +64,7 @@ __device__ __forceinline__ void bring_rows(const ExpertdExpertsParams& p, FewSha
     FewSegments segments(p, shared.tables, share);
     FewSegment segment;
     uint32_t items = 0;
-    int tile = -1; // the tile whose h is there
+    int tile = -1; // the tile whose h has been announced
     while (segments.next(segment)) {
         const bool codes = has_codes(p, segment);
         const int k = segment.k(p), block_bytes = Format::BLOCK_PANELS * PANEL_ROW_BYTES >> codes, row_bytes = 2 * k >> codes;

@@ -128,7 +128,7 @@ __device__ __forceinline__ void produce_tokens(const Block<Format>& block) {
             const float* scale_source = (segment.phase == 0 ? p.x_scales : p.h_scales) + segment.panel_row;
             for (int panel = 0; panel < panels; panel += per_stage) {
                 const int here = min(per_stage, panels - panel);
-                // Also if this segment shares nothing, because a barrier's parity tells only two rounds of the ring apart.
+                // Needed also if this segment shares nothing, because a barrier's parity tells only two rounds of the ring apart.
                 barrier_wait(block.plan.pairs ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
                 if (SCALED) fence_shared_proxy(); // as for weights
                 uint64_t* full = &shared.full[stage.slot];

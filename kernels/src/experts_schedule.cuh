@@ -29,35 +29,34 @@
 namespace expertd {
 
 constexpr int TILE_ROWS = 128;       // weight rows of a usual segment, 64 for each of two warpgroups (MXFP4: Mxfp4::TILE_ROWS)
-constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup, which halves the reads of
-constexpr int TALL_TOKENS = 144;     // tokens from L2; its token tiles are no wider than this (registers)
-constexpr int TALL_MEAN = 272;       // tall segments need experts of at most this many tokens (two tiles) on average, and
-constexpr int TALL_SEGMENTS = 5;     // this many tall segments of down for every two SMs
+constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup; halves the reads of tokens from L2
+constexpr int TALL_TOKENS = 144;     // widest token tile of a tall segment (registers)
+constexpr int TALL_MEAN = 272;       // largest mean number of tokens of an expert (two tiles) for tall segments
+constexpr int TALL_SEGMENTS = 5;     // least number of tall segments of down for every two SMs
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
-constexpr int LOW_ROWS = 64;         // weight rows of a low segment, used if there are few experts and
-constexpr int LOW_SEGMENT_TOKENS = 32; // token tiles are at most this wide
+constexpr int LOW_ROWS = 64;         // weight rows of a low segment, used if there are few experts
+constexpr int LOW_SEGMENT_TOKENS = 32; // widest token tile of low segments
 
 constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
-constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are wider than this and every k is
-constexpr int PAIR_K = 2048;         // at least this long; otherwise the coarser division costs more than it saves in L2
-constexpr int DRAWN_SLOTS = 16;      // more than MAX_STAGES, the most segments by which a pair's first block can be ahead of the second
+constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are wider than this
+constexpr int PAIR_K = 2048;         // least k of every product for pairs; with less the coarser division costs more than it saves in L2
+constexpr int DRAWN_SLOTS = 16;      // greater than MAX_STAGES, the largest number of segments by which a pair's first block is ahead of the second
 
 constexpr int ROW_TILE_TOKENS = 128; // tokens of a full tile if tokens are wgmma's M (tokens_as_rows)
-constexpr int ROW_TILE_MEAN = 96;    // W8A8: they are, if experts have at least this many tokens on average
+constexpr int ROW_TILE_MEAN = 96;    // W8A8: least mean number of tokens of an expert for tokens as wgmma's M
 constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
-constexpr int ROW_PAIR_MEAN = 224;   // pairs share weights from this average on; bf16 has tokens as M then, too. Where bf16 otherwise
-                                     // has pairs that share tokens (PAIR_K), both begin at
-constexpr int ROW_PAIR_WIDE_MEAN = 384;  // this average or, with fewer than ROW_PAIR_EXPERTS experts, whose last tiles weigh more, at
-constexpr int ROW_PAIR_FEW_MEAN = 1024;  // this one
+constexpr int ROW_PAIR_MEAN = 224;   // least mean number of tokens of an expert for pairs that share weights and, in bf16, for tokens as M
+constexpr int ROW_PAIR_WIDE_MEAN = 384;  // bf16: the mean for tokens as M where pairs would otherwise share tokens (PAIR_K)
+constexpr int ROW_PAIR_FEW_MEAN = 1024;  // bf16: that mean with fewer than ROW_PAIR_EXPERTS experts, whose last tiles weigh more
 constexpr int ROW_PAIR_EXPERTS = 16;
 
-constexpr int WIDE_TOKENS = 64; // pairs whose warpgroups take turns: token tiles are at most this wide, every k is at least
-constexpr int WIDE_K = 4096;    // this long, and down has at most one strip of TILE_ROWS per SM
+constexpr int WIDE_TOKENS = 64; // widest token tile of pairs whose warpgroups take turns
+constexpr int WIDE_K = 4096;    // least k of such pairs; down then has at most one strip of TILE_ROWS per SM
 
 constexpr int MAX_STAGES = 12;
-constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if tiles are narrow and
-constexpr int PACED_WEIGHTS = 2500000; // an SM reads at most this many bytes of weights in the whole step
+constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if weights are paced: tiles are narrow,
+constexpr int PACED_WEIGHTS = 2500000; // and an SM reads at most this many bytes of weights in the step
 
 // Word indices in ExpertdExpertsParams::state, spaced apart: the segment counter (0), the number of finished blocks, then per expert
 // the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels.
@@ -185,7 +184,7 @@ __device__ __forceinline__ int level_rows(int weight_rows, int tiles) {
     int best = TILE_ROWS, least = INT32_MAX;
     for (int rows = TILE_ROWS; rows > TILE_ROWS * 2 / 3; rows -= UNIT_ROWS) {
         const int waves = divide_up(tiles * divide_up(weight_rows, 2 * rows), int(gridDim.x) / 2);
-        const int cost = waves * (rows + UNIT_ROWS); // UNIT_ROWS is the fixed cost of a segment, in rows
+        const int cost = waves * (rows + UNIT_ROWS); // the fixed costs of a segment are those of UNIT_ROWS rows
         if (cost < least) best = rows, least = cost;
     }
     return best;
@@ -255,7 +254,7 @@ class Scheduler {
     }
 
   private:
-    // Sets the segment of the id `next_`. Returns false if the id has none, which only drawn ids may.
+    // Sets the segment of the id `next_`. Returns false if there is no such segment, which happens only with drawn ids.
     __device__ __forceinline__ bool find(Segment& segment) {
         const int64_t id = next_;
         // Draw for the next call, so that this segment hides the latency of drawing.

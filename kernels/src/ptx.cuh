@@ -259,7 +259,7 @@ __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t m0, 
                  : "memory");
 }
 
-// The same, not transposed.
+// Stores four 8x8 matrices as store_transposed does, but not transposed.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                  : "memory");

@@ -50,7 +50,7 @@ struct SlotState {
     uint32_t out_dtype;      // element type of combine's output rows
     uint64_t step;
     uint32_t ticket;         // number of blocks that have finished the running kernel; the last block resets it to 0
-    uint32_t epoch;          // of the barrier between a rank's own blocks; see rank_barrier() in common.cuh
+    uint32_t epoch;          // state of the barrier between a rank's own blocks; see rank_barrier() in common.cuh
     uint64_t exchange;       // sequence of the next combine, set by dispatch's first block
     uint64_t begin_ns[kPhases];  // readings of globaltimer
     uint64_t end_ns[kPhases];
@@ -177,8 +177,8 @@ constexpr uint32_t fp8_row_bytes(uint32_t hidden) {
 }
 
 // Adds up the outputs of a row's local experts in the order of the token's choices, pushes the sum to the row's source rank, and
-// adds up the partials of all ranks there, in rank order. All sums are f32; partials travel as bf16. A rank alone reads what dispatch wrote
-// before the previous kernel has ended, which must be another one.
+// adds up the partials of all ranks there, in rank order. All sums are f32; partials travel as bf16. The previous kernel must not
+// be dispatch: a rank alone reads what dispatch wrote before the previous kernel has ended.
 struct CombineParams {
     Group group;
     const void* expert_out;      // bf16 [assignments][H], already multiplied by the routing weight
@@ -202,7 +202,7 @@ enum Normalise : uint32_t { kNo = 0, kSum = 1, kSumAtLeast = 2 };
 // One layer in the table that the gate reads.
 struct GateLayer {
     const void* weight;            // bf16 [E][H]
-    const void* weight_low;        // bf16 [E][H]: what rounding took from weights that are stored in more than bf16; null: nothing
+    const void* weight_low;        // bf16 [E][H]: rounding errors of weights that are stored in more than bf16; null: none
     const float* logit_bias;       // [E] or null
     const float* correction_bias;  // [E] or null
     const int32_t* token_table;    // [vocab][k] or null

@@ -55,7 +55,7 @@ class CudaRoute:
         self._sessions: dict[int, CudaSession] = {}
         # Sessions that have ended and were replaced, and whose calls are in graphs.
         self._replaced: list[CudaSession] = []
-        # What `enqueue` prepared: of a layer, a dtype, a GPU, shared experts, experts per token and token ids.
+        # Calls that `enqueue` prepared, by layer, dtype, GPU, shared experts, experts per token and token ids.
         self._prepared: dict[tuple[int, torch.dtype, int, bool, int, bool], Prepared] = {}
         self._ended: set[int] = set()
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class CudaRoute:
         self.reopens = True
 
     def pinned(self, fingerprint: str) -> CudaRoute:
-        """This route, whose calls fail unless the weights with this fingerprint compute them. For before the first call."""
+        """Makes calls fail unless the weights with this fingerprint compute them; called before the first call."""
         self.weights = fingerprint
         return self
 

@@ -144,7 +144,7 @@ class CudaSession:
         self._prepared: dict[tuple[int, Kind], Prepared] = {}
         limit, k = served.limits.max_tokens_per_request, max(moe.max_k for moe in served.moe_layers)
         self._area_bytes = _aligned(min(_AREA_BYTES, limit * served.hidden * 4))
-        # Rows of two bytes are the most.
+        # The area holds the most rows if elements have two bytes.
         self._largest = min(self._area_bytes // (served.hidden * 2), limit, _MAX_ROWS)
         routing_bytes = 2 * _aligned(self._largest * k * 4) + _aligned(self._largest * 4)
         self.native = NativeCudaSession(address, device, self._area_bytes, routing_bytes, ends_process, weights)
@@ -164,7 +164,7 @@ class CudaSession:
         layers = [
             moe
             for moe in self.served.moe_layers
-            # What a layer does not allow, the service refuses with its own sentence.
+            # The service refuses what a layer does not allow, with its own message.
             if moe.layer == layer
             or (kind.timeout_us == 0 and kind.given_k <= moe.max_k and (kind.token_ids or not moe.routes_by_token_id))
         ]

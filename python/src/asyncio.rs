@@ -50,7 +50,7 @@ where
     spawn_filling(py, future, None)
 }
 
-/// The same for a future that copies rows into `out`. Once the returned future is cancelled, nothing is copied there.
+/// As [`spawn`], for a future that copies rows into `out`. Once the returned future is cancelled, nothing is copied there.
 pub(crate) fn spawn_filling<'py, T>(
     py: Python<'py>,
     future: impl Future<Output = Result<T, Failure>> + Send + 'static,

@@ -19,8 +19,8 @@ use crate::request::Call;
 /// Time for which a question about the model waits until every service has said what it holds.
 const COMPLETE_MODEL: Duration = Duration::from_secs(5);
 
-/// Whether a call that expects a fingerprint failed only because the weights got a new version while it waited. Another placement of the same
-/// weights has one, and a second attempt tells.
+/// Whether a call that expects a fingerprint may have failed only because the weights got a new version while it waited, which
+/// another placement of the same weights also gets. A second attempt shows it.
 pub(crate) fn may_be_other_placement(message: &ForwardRequest, status: &Status) -> bool {
     let is_other =
         || status.get_details_error_info().is_some_and(|info| info.reason == "WEIGHT_VERSION_MISMATCH");

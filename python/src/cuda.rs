@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::io::Write as _;
 use std::ptr::without_provenance_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
@@ -42,6 +42,10 @@ struct Open {
     raised_released: [AtomicU64; LANES],
     /// Number of each lane's calls when an exception last said that other weights had computed one.
     raised_moved: [AtomicU64; LANES],
+    /// Number of each lane's moves to other weights until the last check.
+    moves: [AtomicU32; LANES],
+    /// The same until the last check before the first one that failed.
+    right_moves: [AtomicU32; LANES],
     /// The process ends when a call in a replayed graph fails.
     ends_process: bool,
     /// The session stays open until the process ends, because graphs use its memory.
@@ -142,7 +146,8 @@ impl Open {
             let raised = &self.raised[index];
             let has_failed = lane.has_failed(raised.load(Ordering::Acquire));
             if !has_failed.inspect_err(|_| _ = self.note(lanes))? {
-                self.check_weights(index, self.raised_moved[index].load(Ordering::Acquire))?;
+                let (known, moves) = (self.raised_moved[index].load(Ordering::Acquire), &self.moves[index]);
+                self.check_weights(index, known, moves)?;
                 continue;
             }
             let status = lane.status()?;
@@ -155,14 +160,23 @@ impl Open {
         Ok(())
     }
 
-    /// Finds that the last call of a lane, after its first `known`, was computed by other weights than the client expects.
-    fn check_weights(&self, index: usize, known: u64) -> Result<(), SessionError> {
+    /// Finds that calls of a lane, after its first `known` and its first `checked` moves, were computed by other weights than the client
+    /// expects, or may have been.
+    fn check_weights(&self, index: usize, known: u64, checked: &AtomicU32) -> Result<(), SessionError> {
         let (Some(pin), lane) = (&self.pin, &self.lanes[index]) else { return Ok(()) };
         let counts = lane.counts()?;
         if counts.calls <= known {
             return Ok(());
         }
-        let checked = pin.check(counts.weight_version, || Ok(lane.status()?.last));
+        let checked = pin.check(checked.load(Ordering::Acquire), &counts, || Ok(lane.status()?.last));
+        // A call that failed leaves the weights of those before it unchecked.
+        if counts.weight_version != 0 {
+            let before = self.moves[index].swap(counts.moves, Ordering::AcqRel);
+            if checked.is_ok() {
+                let right = &self.right_moves[index];
+                let _ = right.compare_exchange(before, counts.moves, Ordering::AcqRel, Ordering::Relaxed);
+            }
+        }
         checked.inspect_err(|_| self.raised_moved[index].store(counts.calls, Ordering::Release))
     }
 
@@ -174,7 +188,7 @@ impl Open {
             {
                 return Err(failure.into());
             }
-            self.check_weights(index, 0)?;
+            self.check_weights(index, 0, &self.right_moves[index])?;
         }
         Ok(())
     }
@@ -184,7 +198,7 @@ impl Open {
         if self.note(LANES) { self.lanes[0].status().map(drop) } else { Ok(()) }
     }
 
-    /// Whether calls of the first `lanes` lanes failed or were released since the last time.
+    /// Whether calls of the first `lanes` lanes failed or were released since this was last called.
     fn note(&self, lanes: usize) -> bool {
         let mut found = false;
         for (index, lane) in self.lanes.iter().enumerate().take(lanes) {
@@ -256,6 +270,8 @@ impl NativeCudaSession {
             raised: [const { AtomicU64::new(0) }; LANES],
             raised_released: [const { AtomicU64::new(0) }; LANES],
             raised_moved: [const { AtomicU64::new(0) }; LANES],
+            moves: [const { AtomicU32::new(0) }; LANES],
+            right_moves: [const { AtomicU32::new(0) }; LANES],
             ends_process,
             is_kept: AtomicBool::new(false),
             pin: fingerprint.map(WeightPin::new),

@@ -238,7 +238,7 @@ impl Places {
         Places { rows: arguments.rows.bytes().len(), routing: routing + token_ids }
     }
 
-    /// All of them, with their alignment.
+    /// Bytes of all places, with their alignment.
     fn total(&self) -> usize {
         2 * self.rows.next_multiple_of(ALIGN) + self.routing + 4 * ALIGN
     }
@@ -303,7 +303,7 @@ fn read_answer(answer: session::Answer, arguments: &Arguments) -> Result<Receive
     Ok(Received { rows, receipt: receipt::from_message(message, shape.tokens) })
 }
 
-/// Places have no shapes, so the service cannot check these.
+/// Checks the shapes of arguments; the service cannot, because places have none.
 fn expect_shapes(arguments: &Arguments, opened: &Opened) -> Result<(), Status> {
     let (shape, hidden) = (arguments.shape(), opened.session.hidden());
     if shape.hidden != hidden {

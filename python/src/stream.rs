@@ -207,7 +207,7 @@ pub(crate) struct NativeStream {
     /// `None` after it was closed. Calls in flight also hold it, and the gRPC stream ends when the last holder drops it.
     route: Mutex<Option<StreamRoute>>,
     runtime: Handle,
-    /// As of the client.
+    /// Fingerprint of the expected weights, as of the client.
     weights: Option<Arc<str>>,
     process: OwnProcess,
 }

@@ -78,10 +78,10 @@ unsafe fn tell(text: &str, error: *mut c_char, error_bytes: usize) {
     }
 }
 
-/// Writes an error's sentence and returns its code.
+/// Writes an error's message and returns its code.
 ///
 /// # Safety
-/// As for [`tell`].
+/// The conditions of [`tell`].
 unsafe fn fail(failure: &SessionError, error: *mut c_char, error_bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { tell(&failure.to_string(), error, error_bytes) };
@@ -98,7 +98,7 @@ unsafe fn fail(failure: &SessionError, error: *mut c_char, error_bytes: usize) -
 /// Refuses an argument.
 ///
 /// # Safety
-/// As for [`tell`].
+/// The conditions of [`tell`].
 unsafe fn invalid(text: &str, error: *mut c_char, error_bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
     unsafe { tell(text, error, error_bytes) };

@@ -187,8 +187,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a client writes into the control part of its memory: each record that the service takes is a copy, the
-        /// service takes no more than a ring holds, and it ends with an error or an empty ring.
+        /// A client may write any bytes into the control part of its memory. The service then takes no more records than a ring
+        /// holds, each as a copy, and ends with an error or an empty ring.
         #[test]
         fn random_bytes_in_the_rings_are_errors_or_records(
             writes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>()), 0..200),

@@ -118,7 +118,7 @@ pub struct RequestRecord {
     pub call: u64,
     /// Place of the rows, `[tokens, hidden]` in `dtype`.
     pub rows: u64,
-    /// Place for the output rows, of the same size.
+    /// Place for the output rows, as large as that of the rows.
     pub output: u64,
     /// Place of expert ids, `[tokens, k]` int32: read with [`GIVEN_ROUTING`](Self::GIVEN_ROUTING), written with
     /// [`RETURN_ROUTING`](Self::RETURN_ROUTING).

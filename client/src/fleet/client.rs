@@ -61,8 +61,8 @@ impl FleetClient {
         }
     }
 
-    /// The model, with the layers of all known services that hold the present weights. Each limit is the smallest one of
-    /// theirs; the placement is that of one of them.
+    /// The model, with the layers of all known services that hold the present weights. Each limit is the smallest of all
+    /// services; the placement is taken from one service.
     ///
     /// # Errors
     /// UNAVAILABLE if no service has said yet what it holds.
@@ -76,7 +76,7 @@ impl FleetClient {
     /// # Errors
     /// UNAVAILABLE if no service has said it by then.
     pub async fn complete_model(&self, patience: Duration) -> Result<GetModelResponse, Status> {
-        // If some never say it, the answer is what the others hold.
+        // If some services never answer, the model has the layers of the others.
         let _ = self.shared.wait_until(patience, |fleet| !fleet.any_unknown()).await;
         self.model()
     }

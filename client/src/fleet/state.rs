@@ -43,8 +43,7 @@ pub struct Limits {
     pub pause: Duration,
     /// Longest pause for a service that refused a request.
     pub max_pause: Duration,
-    /// Time for which a service that no longer serves counts as one that will, when the layers that contents cover are
-    /// compared.
+    /// Time for which a service that no longer serves still counts when the layers of contents are compared.
     pub content_grace: Duration,
 }
 

@@ -212,8 +212,8 @@ impl Probe<'_> {
             };
             let Some(shared) = self.watched.shared.upgrade() else { return (served, String::new()) };
             let (id, was) = (self.watched.id, shared.state(self.watched.id));
-            // After a time without service the weights may be others. A service with other weights than those in use gets no
-            // calls that would show that it has loaded them since.
+            // The service is asked again what it holds after a time without service, because its weights may have changed, and
+            // while it has other weights than those in use, because it then gets no calls whose receipts would show a reload.
             let kept_serving = learned && matches!(was, Some(State::Serving | State::Suspect));
             if state == State::Serving && !(kept_serving && shared.has_content(id)) {
                 learned = match self.learn(&shared, &lost).await {

@@ -6,7 +6,7 @@
 pub struct GateLayer {
     /// bf16 `[E, H]`.
     pub weight: u64,
-    /// bf16 `[E, H]`: what rounding to bf16 took from weights that are stored in f32 or f16, or 0: nothing.
+    /// bf16 `[E, H]`: rounding errors of weights that are stored in f32 or f16; 0: none.
     pub weight_low: u64,
     /// f32 `[E]`, or 0.
     pub logit_bias: u64,
@@ -26,7 +26,7 @@ pub struct GateParams {
     pub layers: u64,
     /// bf16 `[T, H]`.
     pub tokens: u64,
-    /// bf16 `[T, H]`: what rounding to bf16 took from rows that came in more, or 0: not known.
+    /// bf16 `[T, H]`: rounding errors of rows that came in f32 or f16; 0: not kept.
     pub tokens_low: u64,
     /// i32 `[T]`, or 0.
     pub token_ids: u64,

@@ -62,7 +62,7 @@ pub struct SlotState {
     pub step: u64,
     /// Number of blocks that have finished the running kernel.
     pub ticket: u32,
-    /// Of the barrier between a rank's own blocks: passes, and below them 16 bits of blocks that wait.
+    /// State of the barrier between a rank's own blocks: number of passes, and in the low 16 bits the blocks that wait.
     pub epoch: u32,
     /// Sequence of the next combine.
     pub exchange: u64,

@@ -83,8 +83,8 @@ impl Opened {
     }
 }
 
-/// The session that new calls use. A thread of its own opens one for the call that needs it first, and calls wait for it no longer than
-/// their deadlines allow: what one of them does not wait for is there for the next.
+/// The session that new calls use. A separate thread opens a session for the first call that needs it. Calls wait for it until
+/// their deadlines at most; a session that opens later serves the next call.
 #[derive(Debug)]
 pub(super) struct CurrentSession {
     place: Place,

@@ -99,7 +99,7 @@ pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
     bytes_of_ranks(spec, ranks, |_, moe, rank| Placement::new(moe.experts.count, ranks).range(rank).len())
 }
 
-/// The same in the memory of GPUs.
+/// `[ranks]`: bytes of GPU memory that each rank's weights would take.
 fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize, products: Fp8Products) -> Vec<u64> {
     let held = |_, moe: &MoeLayer, rank| Placement::new(moe.experts.count, ranks).range(rank).len();
     gpu_bytes_of_ranks(spec, products, ranks, held)

@@ -6,6 +6,7 @@ pub mod admin;
 pub mod bench;
 pub mod call;
 pub mod ceilings;
+mod child;
 pub mod client;
 mod cores;
 pub mod demo;
@@ -111,7 +112,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(exit::USAGE));
         }
     };
-    // An agent limits what its threads may open, and starts none before.
+    // An agent must start no thread before it has limited what its threads may open.
     if let Command::NetworkAgent(args) = &cli.command {
         return network_agent::run(args);
     }

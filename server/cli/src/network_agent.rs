@@ -1,17 +1,18 @@
 //! `expertd network-agent`: serves one network session; started by `expertd serve` and not by users.
 
-use std::io::Read as _;
+use std::ffi::OsStr;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
-use std::time::{Duration, Instant};
+use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use expertd_agent::{has_landlock, run_agent};
 use expertd_network::probe;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+
+use crate::child;
 
 /// Longest time that the library gets to find its transports.
 const PROBE_DEADLINE: Duration = Duration::from_secs(30);
@@ -70,39 +71,16 @@ pub fn run(args: &AgentArgs) -> ExitCode {
 /// # Errors
 /// Why network sessions cannot be used.
 pub(super) fn probe_in_child_process(library: Option<&Path>) -> Result<String, String> {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("expertd").args(["--log", "error", "network-agent", "--probe"]);
+    let mut arguments: Vec<&OsStr> = vec!["network-agent".as_ref(), "--probe".as_ref()];
     if let Some(library) = library {
-        command.arg("--library").arg(library);
+        arguments.extend(["--library".as_ref(), library.as_os_str()]);
     }
-    let child = command
-        .env("CUDA_VISIBLE_DEVICES", "")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn();
-    let mut child = child.map_err(|error| error.to_string())?;
-    let end = Instant::now() + PROBE_DEADLINE;
-    // The answer is a line, which a pipe holds without a reader.
-    let status = loop {
-        match child.try_wait().map_err(|error| error.to_string())? {
-            Some(status) => break status,
-            None if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
-            None => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("NIXL did not start within {} s", PROBE_DEADLINE.as_secs()));
-            }
-        }
-    };
-    let mut answer = String::new();
-    if let Some(pipe) = &mut child.stdout {
-        let _ = pipe.read_to_string(&mut answer);
-    }
-    let answer = answer.trim().to_owned();
-    match (status.success(), answer.is_empty()) {
-        (true, _) => Ok(answer),
-        (false, false) => Err(answer),
-        (false, true) => Err(format!("NIXL's process ended without a word ({status})")),
+    let environment = [("CUDA_VISIBLE_DEVICES".to_owned(), String::new())];
+    let answer = child::ask(&arguments, &environment, PROBE_DEADLINE).map_err(|error| error.to_string())?;
+    let answer = answer.ok_or_else(|| format!("NIXL did not start within {} s", PROBE_DEADLINE.as_secs()))?;
+    match (answer.status.success(), answer.output.is_empty()) {
+        (true, _) => Ok(answer.output),
+        (false, false) => Err(answer.output),
+        (false, true) => Err(format!("NIXL's process ended without a word ({})", answer.status)),
     }
 }

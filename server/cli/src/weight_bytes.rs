@@ -20,7 +20,7 @@ pub(crate) fn bytes_of_ranks(
     bytes
 }
 
-/// The same in the memory of GPUs.
+/// `[ranks]`: bytes of GPU memory that the weights of [`bytes_of_ranks`] take.
 pub(crate) fn gpu_bytes_of_ranks(
     spec: &ModelSpec,
     products: Fp8Products,

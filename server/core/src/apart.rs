@@ -1,52 +1,19 @@
-//! Drops on threads of their own.
-//!
-//! Closing a descriptor takes as long as its peer likes: a Unix-domain socket closes what was passed over it and not received, and a
-//! passed descriptor may be a socket that lingers or a file of a stopped file system. Freeing a GiB takes a large part of a second.
+//! Clients that are turned away, whose sockets are closed on threads of their own.
 
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Drops `held` on a thread of its own; on this one if there can be no thread.
-pub fn drop_apart(held: impl Send + 'static) {
-    drop_apart_then(held, || ());
-}
-
-/// As [`drop_apart`]; the thread then calls `then`.
-pub(crate) fn drop_apart_then(held: impl Send + 'static, then: impl FnOnce() + Send + 'static) -> Dropping {
-    let (counted, thread) = (Arc::new(()), std::thread::Builder::new().name("closer".to_owned()));
-    let dropping = Dropping(Arc::downgrade(&counted));
-    // A thread that cannot be started drops its function, and with it what it holds.
-    let _ = thread.spawn(move || {
-        drop(held);
-        drop(counted);
-        then();
-    });
-    dropping
-}
-
-/// What is being dropped on a thread of its own.
-#[derive(Debug)]
-pub(crate) struct Dropping(Weak<()>);
-
-impl Dropping {
-    /// Whether it has been dropped.
-    pub(crate) fn has_ended(&self) -> bool {
-        let has_ended = self.0.strong_count() == 0;
-        // What the other thread did before comes before what follows here.
-        fence(Ordering::Acquire);
-        has_ended
-    }
-}
+pub use expertd_ipc::apart::drop_apart;
 
 /// Counts what is being dropped apart, so that there is a bound on it.
 #[derive(Clone, Debug, Default)]
 pub struct Closing(Arc<AtomicUsize>);
 
 impl Closing {
-    /// Clients that are turned away at the same time, at most.
+    /// Largest number of clients that are turned away at the same time.
     const MOST: usize = 64;
 
-    /// Whether another client may be turned away now. Until then a listener accepts none.
+    /// Whether another client may be turned away now. While it is false, a listener accepts no client.
     pub fn has_room(&self) -> bool {
         self.0.load(Ordering::Acquire) < Self::MOST
     }

@@ -95,12 +95,12 @@ fn imbalance(ranks: &[u64]) -> Option<f64> {
 
 /// The imbalance of each layer over the last [`WINDOW`] samples.
 #[derive(Default)]
-struct Window {
+struct RecentRows {
     /// `[layers][ranks]` of each sample, oldest first.
     samples: VecDeque<Vec<Vec<u64>>>,
 }
 
-impl Window {
+impl RecentRows {
     /// Takes in a sample. Returns the imbalance of each layer that had rows since the oldest sample.
     fn push(&mut self, rows: &ExpertRows) -> Vec<(LayerId, f64)> {
         let sample: Vec<_> = rows.layers.iter().map(LayerRows::of_ranks).collect();
@@ -130,13 +130,13 @@ pub(crate) fn export<T: Send + Sync + 'static>(
     read: fn(&T) -> ExpertRows,
 ) -> io::Result<()> {
     let thread = std::thread::Builder::new().name("expert-rows".into());
-    let mut window = Window::default();
+    let mut recent = RecentRows::default();
     thread
         .spawn(move || {
             while let Some(service) = service.upgrade() {
                 let rows = read(&service);
                 drop(service);
-                for (layer, imbalance) in window.push(&rows) {
+                for (layer, imbalance) in recent.push(&rows) {
                     metrics::gauge!(names::LAYER_IMBALANCE, "layer" => layer.to_string()).set(imbalance);
                 }
                 if per_expert {
@@ -196,17 +196,17 @@ mod tests {
 
     #[test]
     fn the_window_forgets_old_rows() {
-        let mut window = Window::default();
+        let mut recent = RecentRows::default();
         assert!(
-            window.push(&rows([[[100, 0], [0, 0]], [[0; 2]; 2]])).is_empty(),
+            recent.push(&rows([[[100, 0], [0, 0]], [[0; 2]; 2]])).is_empty(),
             "one sample has no difference"
         );
         let now = rows([[[100, 10], [0, 30]], [[0; 2]; 2]]);
-        assert_eq!(window.push(&now), [(LayerId(3), 1.5)]);
+        assert_eq!(recent.push(&now), [(LayerId(3), 1.5)]);
         for _ in 0..WINDOW - 2 {
-            assert_eq!(window.push(&now), [(LayerId(3), 1.5)]);
+            assert_eq!(recent.push(&now), [(LayerId(3), 1.5)]);
         }
-        assert_eq!(window.push(&now), [(LayerId(3), 1.5)]);
-        assert!(window.push(&now).is_empty(), "the window holds no sample without these rows");
+        assert_eq!(recent.push(&now), [(LayerId(3), 1.5)]);
+        assert!(recent.push(&now).is_empty(), "the window holds no sample without these rows");
     }
 }

@@ -1,5 +1,6 @@
 //! What the processes of one service pass to each other, over the memory of [`expertd_shm`].
 //!
+//! * [`apart`]: drops on threads of their own.
 //! * [`copier`]: copies of many rows by several threads.
 //! * [`sealed`]: memory that is written once and mapped by others for reading.
 //! * [`passing`]: control messages that carry descriptors.
@@ -9,6 +10,7 @@
 //!
 //! Unsafe code is confined to `sealed` (mapping and views) and to the modules that decide which process owns a view's memory at a time.
 
+pub mod apart;
 pub mod channel;
 pub mod control;
 pub mod copier;

@@ -3,8 +3,9 @@
 //! The method is that of EPLB (<https://github.com/deepseek-ai/EPLB>): spare places are given one by one to the expert with the most
 //! rows per copy; then copies are placed in descending order of their rows, each on the rank with the fewest rows that has room
 //! (longest processing time first: R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969). Two things are added: moves and
-//! swaps between the fullest rank and others while they lower the larger of the two, and a choice among several numbers of copies, of
-//! which the smallest wins that comes close to the best. A placement is never worse than contiguous ranges for the given rows.
+//! swaps between the fullest rank and others while they lower the larger of the two, and several numbers of copies are tried, of
+//! which the smallest is taken whose imbalance is close to the best. A placement is never worse than contiguous ranges for the
+//! given rows.
 
 use expertd_types::LayerPlacement;
 
@@ -35,16 +36,16 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
                 add_copy(rows, &mut copies, ranks);
                 added += 1;
             }
-            if let Some(mut packing) = Packing::new(rows, &copies, ranks, room) {
-                packing.refine();
-                let placement = packing.placement();
+            if let Some(mut assignment) = CopyAssignment::new(rows, &copies, ranks, room) {
+                assignment.refine();
+                let placement = assignment.placement();
                 found.push((imbalance(rows, &placement), placement));
             }
         }
     }
     let best = found.iter().map(|(imbalance, _)| *imbalance).fold(f64::INFINITY, f64::min);
     let close = found.into_iter().filter(|(imbalance, _)| *imbalance <= best + CLOSE);
-    // The first of those with the fewest copies; among these the most even one.
+    // The most even placement among those with the fewest copies.
     let chosen = close.min_by(|a, b| a.1.copies().cmp(&b.1.copies()).then(a.0.total_cmp(&b.0)));
     chosen.map_or_else(|| LayerPlacement::contiguous(rows.len(), ranks), |(_, placement)| placement)
 }
@@ -90,15 +91,16 @@ struct Copy {
     rows: f64,
 }
 
-/// Copies on ranks.
-struct Packing {
+/// The copies that each rank gets.
+struct CopyAssignment {
     ranks: Vec<Vec<Copy>>,
     loads: Vec<f64>,
     /// Largest number of copies of a rank.
     room: usize,
 }
 
-/// A change that lowers the fullest rank: one of its copies goes to another rank, in exchange for one of that rank's or for none.
+/// A change that lowers the load of the fullest rank: one of its copies moves to another rank, and a copy of that rank may move
+/// back.
 struct Change {
     copy: usize,
     rank: usize,
@@ -107,28 +109,28 @@ struct Change {
     result: f64,
 }
 
-impl Packing {
+impl CopyAssignment {
     /// Places the copies; `None` if two copies of an expert would have to share a rank.
     fn new(rows: &[u64], copies: &[u32], ranks: usize, room: usize) -> Option<Self> {
         let share = |expert: usize| rows[expert] as f64 / f64::from(copies[expert]);
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by(|&a, &b| share(b).total_cmp(&share(a)));
-        let mut packing = Packing { ranks: vec![Vec::new(); ranks], loads: vec![0.0; ranks], room };
+        let mut assignment = CopyAssignment { ranks: vec![Vec::new(); ranks], loads: vec![0.0; ranks], room };
         for expert in order {
             for _ in 0..copies[expert] {
                 let copy = Copy { expert: expert as u32, rows: share(expert) };
-                let open = (0..ranks).filter(|&rank| packing.accepts(rank, copy.expert));
+                let open = (0..ranks).filter(|&rank| assignment.accepts(rank, copy.expert));
                 // With equal rows, the rank with more room.
-                let key = |rank: usize| (packing.loads[rank], packing.ranks[rank].len());
+                let key = |rank: usize| (assignment.loads[rank], assignment.ranks[rank].len());
                 let rank = open.min_by(|&a, &b| {
                     let ((a_load, a_len), (b_load, b_len)) = (key(a), key(b));
                     a_load.total_cmp(&b_load).then(a_len.cmp(&b_len))
                 })?;
-                packing.ranks[rank].push(copy);
-                packing.loads[rank] += copy.rows;
+                assignment.ranks[rank].push(copy);
+                assignment.loads[rank] += copy.rows;
             }
         }
-        Some(packing)
+        Some(assignment)
     }
 
     fn owns(&self, rank: usize, expert: u32) -> bool {

@@ -63,7 +63,7 @@ pub struct GateTensors<'a> {
 }
 
 impl<'a> ExpertTensors<'a> {
-    /// The same tensors, with their matrices read to a buffer.
+    /// Reads the matrices to a buffer, where they are not in the page cache, and refers to them there.
     fn read(mut self, store: &'a Store, buffer: &'a mut ReadBuffer) -> Result<Self, ModelError> {
         let mut matrices = [&mut self.gate, &mut self.up, &mut self.down];
         let mut slices = Vec::new();
@@ -170,7 +170,8 @@ impl Checkpoint {
         self.spec.moe_layers().map(|(_, moe)| of(moe)).sum()
     }
 
-    /// A hint that experts are read with [`ReadBuffer::past_cache`]: the system then reads nothing ahead through the mappings.
+    /// Advises the kernel that experts are read with [`ReadBuffer::past_cache`]; it then reads nothing ahead through the
+    /// mappings.
     pub fn expect_reads_past_cache(&self) {
         self.store.expect_few_bytes(true);
     }

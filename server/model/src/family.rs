@@ -206,7 +206,7 @@ pub struct SharedRule {
 /// Intermediate size of the shared experts together.
 #[derive(Clone, Copy, Debug)]
 pub enum SharedWidth {
-    /// The value of a field of its own.
+    /// The value of this config field.
     Field(&'static str),
     /// A count times the experts' intermediate size.
     Count {

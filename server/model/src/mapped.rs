@@ -50,7 +50,7 @@ impl Mapped {
         &self.header
     }
 
-    /// Sets whether few bytes here and there are accessed. It is a hint.
+    /// Advises the kernel whether only few bytes in scattered places are accessed.
     pub(super) fn expect_few_bytes(&self, few: bool) {
         let _ = self.bytes.advise(if few { Advice::Random } else { Advice::Normal });
     }
@@ -65,8 +65,8 @@ impl Mapped {
         if now == self.stamp { Ok(()) } else { Err(ModelError::Written { path: path.to_owned() }) }
     }
 
-    /// Whether the page cache holds all or nearly all of these bytes of the file, which begin at a page. Systems tell it only to those
-    /// who may write the file; to others every page seems to be there.
+    /// Whether the page cache holds all or nearly all of these bytes of the file, which begin at a page. The kernel reports this
+    /// only to users who may write the file; for others every page counts as cached.
     pub(super) fn is_cached(&self, bytes: Range<usize>) -> bool {
         const PAGE: usize = 4096;
         let Some(mapped) = self.bytes.get(bytes.start..bytes.end.min(self.bytes.len())) else { return true };

@@ -18,7 +18,7 @@ impl Packing {
     /// Index of element `(row, col)`.
     #[must_use]
     pub const fn index(self, row: usize, col: usize, row_stride: usize, col_stride: usize) -> usize {
-        /// The nibble of each row of an AWQ word.
+        /// `[row % 8]`: index of the nibble of an AWQ word that holds the row.
         const AWQ: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
         match self {
             Packing::Strided => row * row_stride + col * col_stride,

@@ -50,7 +50,7 @@ struct Part {
     shard: usize,
     /// Bytes of the file.
     bytes: Range<usize>,
-    /// Where the first byte of the page that `bytes` begins in is put. `None`: the part is in the page cache and used from there.
+    /// Place in the buffer of the page in which `bytes` begins. `None`: the part is in the page cache and is used from there.
     place: Option<usize>,
 }
 

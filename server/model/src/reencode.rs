@@ -16,7 +16,7 @@ use crate::{FP8_ROW_GROUP, MatrixView, Scales, WeightFormat};
 const BLOCK: usize = 32;
 /// Columns that share an FP8 scale.
 const GROUP: usize = FP8_ROW_GROUP;
-/// Rows that share FP8 scales where no element is rounded for it.
+/// Rows that share FP8 scales in matrices where sharing rounds no element.
 const TILE_ROWS: usize = 128;
 /// A group's FP8 scale is 2^-HEADROOM times its largest block scale.
 const HEADROOM: i32 = 6;
@@ -28,9 +28,9 @@ const ZERO_SHIFT: usize = 19;
 const NAN: usize = ZERO_SHIFT + 1;
 /// The E8M0 exponent of blocks that are not numbers.
 const NAN_EXPONENT: u8 = 255;
-/// The least exponent at the top of a group. Its FP8 scale is the smallest normal f32.
+/// Smallest E8M0 exponent that a group's largest block scale counts as: with it the group's FP8 scale is the smallest normal f32.
 const LEAST_TOP: u8 = 7;
-/// Exponent at the top of a group without values other than zero; its FP8 scale is 1.
+/// E8M0 exponent that the largest block scale of a group of zeros counts as; the group's FP8 scale is 1.
 const EMPTY_TOP: u8 = 127 + HEADROOM as u8;
 
 /// `[shifts, then NaN][bytes]`: the two e4m3 codes of the two elements in a byte, the first one in the low bits.
@@ -51,7 +51,8 @@ static ROUNDED: LazyLock<[u8; NAN]> = LazyLock::new(|| {
     })
 });
 
-/// Magnitude `m` of e2m1 at a shift.
+/// Magnitude number `m` of e2m1 in units of the group's FP8 scale, if its block's scale is `shift` powers of two below the
+/// group's top.
 fn scaled(m: usize, shift: usize) -> f32 {
     FP4[m] * 2f32.powi(HEADROOM - shift as i32)
 }
@@ -125,7 +126,7 @@ fn fp8_scale(top: u8) -> f32 {
     2f32.powi(i32::from(top) - 127 - HEADROOM)
 }
 
-/// The exponents at the top of the groups of neighbouring rows.
+/// The top exponents of the groups that neighbouring rows share.
 struct Tops {
     of_groups: Vec<u8>,
     /// Whether e4m3 holds all elements with scales that follow from these exponents.
@@ -146,7 +147,7 @@ impl<'a> Mxfp4<'a> {
         &exponents[row * row_stride..][..self.view.cols.div_ceil(BLOCK)]
     }
 
-    /// The row's elements, two in a byte; an odd last one has a zero beside it. `copy` is memory for a row.
+    /// The row's elements, two in a byte. An odd last element is padded with a zero. `copy` is scratch memory for one row.
     fn elements<'b>(&self, row: usize, copy: &'b mut Vec<u8>) -> &'b [u8]
     where
         'a: 'b,
@@ -187,7 +188,7 @@ impl<'a> Mxfp4<'a> {
         Tops { of_groups, is_exact }
     }
 
-    /// Number of elements of a row that e4m3 does not hold under these tops.
+    /// Number of elements of a row that e4m3 does not hold with the scales of these top exponents.
     fn rounded(&self, row: usize, tops: &[u8], copy: &mut Vec<u8>) -> u64 {
         let mut rounded = 0;
         let blocks = self.elements(row, copy).chunks(BLOCK / 2).zip(self.exponents(row));

@@ -42,7 +42,7 @@ impl<'a> Scales<'a> {
         parts.into_iter().flatten()
     }
 
-    /// The same parts in the same order, to be replaced.
+    /// Mutable references to the parts that [`mapped`](Self::mapped) lists, in that order.
     pub(crate) fn mapped_mut(&mut self) -> impl Iterator<Item = &mut &'a [u8]> {
         let parts = match self {
             Scales::None | Scales::Block { .. } => [None, None],

@@ -232,7 +232,8 @@ impl Store {
         }
     }
 
-    /// Sets whether few bytes here and there are accessed through the mappings, so that the system reads nothing around them. It is a hint.
+    /// Advises the kernel whether only few bytes in scattered places are accessed through the mappings; it then reads nothing
+    /// around them.
     pub(super) fn expect_few_bytes(&self, few: bool) {
         self.shards
             .iter()

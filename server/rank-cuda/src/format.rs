@@ -195,8 +195,8 @@ const fn has_groups_of_32(scale_cols: Option<usize>) -> bool {
     }
 }
 
-/// Size in device memory of a rank's experts, of which it holds `held` in each layer, and of all shared experts, in bytes. Gates and
-/// the alignment of tables are not counted.
+/// Bytes of device memory of a rank's experts and of all shared experts. `held` returns the number of experts that the rank holds
+/// in a layer. Gates and the alignment of tables are not counted.
 pub fn weight_bytes(
     spec: &ModelSpec,
     products: Fp8Products,

@@ -6,19 +6,19 @@ use expertd_types::Rank;
 
 /// Compute capability that the kernels are built for.
 const CAPABILITY: (i32, i32) = (9, 0);
-/// The compute capability that the kernels are built for, for people.
+/// The compute capability that the kernels are built for, as messages name it.
 pub const CAPABILITY_NEEDED: &str = "compute capability 9.0 (Hopper)";
 /// What to do about a GPU with another compute capability.
 pub const CAPABILITY_WAY_OUT: &str = "hide it with CUDA_VISIBLE_DEVICES, or use --device cpu";
 /// Oldest NCCL with which several ranks can share a GPU: major and minor version.
 const SHARING_NCCL: (u32, u32) = (2, 30);
-/// The NCCL with which several ranks can share a GPU, for people.
+/// The NCCL with which several ranks can share a GPU, as messages name it.
 pub const SHARING_NEEDED: &str = "NCCL 2.30 or newer for several ranks on one GPU (--share-gpu, for tests)";
 /// What to do if NCCL is missing or too old for several ranks on one GPU.
 pub const SHARING_WAY_OUT: &str =
     "point EXPERTD_NCCL at such a libnccl.so.2, or give each rank a GPU of its own";
 
-/// Whether some GPU is that of several ranks. `gpus` has each rank's GPU.
+/// Whether several ranks share a GPU. `gpus` has each rank's GPU.
 #[must_use]
 pub fn is_shared(gpus: &[u32]) -> bool {
     gpus.iter().enumerate().any(|(at, gpu)| gpus[..at].contains(gpu))

@@ -12,7 +12,7 @@ pub mod share;
 
 pub use clock::SetupClock;
 pub use loader::{PackFailure, PackedShare, Progress, run_loader};
-pub use memories::{ClientMemory, DeviceMemory, HostMemories};
+pub use memories::{ClientMemory, DeviceMemory, HostMemories, PassedFd};
 pub use process::{Failure, Joining, Loaded, RankExit, ReadUsage, end_with, run_rank, setup_failure};
 
 use std::time::{Duration, Instant};

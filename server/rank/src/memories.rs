@@ -2,10 +2,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, BufReader};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use expertd_ipc::apart::drop_apart;
 use expertd_ipc::control::{self, MemoryKind, ToRank};
 use expertd_ipc::passing::FdReader;
 use expertd_shm::{SharedRegion, SharedSlice};
@@ -20,11 +21,28 @@ pub enum ClientMemory {
     Device(DeviceMemory),
 }
 
+/// A descriptor that a client has passed. It is closed on a thread of its own, because it may be a file whose close blocks.
+#[derive(Debug)]
+pub struct PassedFd(Option<OwnedFd>);
+
+impl AsFd for PassedFd {
+    #[allow(clippy::expect_used, reason = "there is one until it is dropped")]
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_ref().expect("a descriptor").as_fd()
+    }
+}
+
+impl Drop for PassedFd {
+    fn drop(&mut self) {
+        drop_apart(self.0.take());
+    }
+}
+
 /// Memory of a GPU of the client, as its descriptor.
 #[derive(Clone, Debug)]
 pub struct DeviceMemory {
     /// A POSIX descriptor of CUDA's virtual memory functions.
-    pub fd: Arc<OwnedFd>,
+    pub fd: Arc<PassedFd>,
     /// Length in bytes, as the client says.
     pub bytes: usize,
     /// UUID of the GPU, as the client says.
@@ -139,11 +157,13 @@ fn map(kind: MemoryKind, reader: &mut BufReader<FdReader>) -> Result<ClientMemor
     };
     let fd = next_fd("memory")?;
     match kind {
+        // The router has found it to be a memfd.
         MemoryKind::Host { bytes } => map_region(fd, bytes).map(ClientMemory::Host),
         MemoryKind::Device { bytes, device, control_bytes } => {
+            let fd = Arc::new(PassedFd(Some(fd)));
             let bytes = usize::try_from(bytes).map_err(|error| error.to_string())?;
             let control = map_region(next_fd("control region")?, control_bytes)?;
-            Ok(ClientMemory::Device(DeviceMemory { fd: Arc::new(fd), bytes, device, control }))
+            Ok(ClientMemory::Device(DeviceMemory { fd, bytes, device, control }))
         }
     }
 }
@@ -166,7 +186,6 @@ pub(crate) fn unexpected(message: &ToRank) -> io::Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::os::fd::AsFd as _;
     use std::os::unix::net::UnixStream;
 
     use expertd_ipc::passing::send_with_fds;

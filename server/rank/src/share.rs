@@ -84,7 +84,7 @@ impl ReadBuffers {
         Self::within(checkpoint, available_memory())
     }
 
-    /// The same, with `available` bytes of memory; `None`: unknown.
+    /// Buffers for one checkpoint in a machine with `available` bytes of memory; `None`: unknown.
     fn within(checkpoint: &Checkpoint, available: Option<u64>) -> Self {
         let past_cache = available.is_some_and(|available| checkpoint.bytes() > available / 2);
         if past_cache {
@@ -108,7 +108,7 @@ impl ReadBuffers {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
 
-    /// Number of bytes of all tensors that were asked for with buffers that were put back.
+    /// Bytes of all tensors that were read with buffers that are put back.
     pub fn total(&self) -> ReadBytes {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).iter().map(ReadBuffer::total).sum()
     }
@@ -132,8 +132,8 @@ const VERSION_2: GroupFiles = ("memory.max", "memory.current", ["inactive_file "
 const VERSION_1: GroupFiles =
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ["total_inactive_file ", "total_active_file "]);
 
-/// The least that a limit leaves of the process's control groups, `own` as in `/proc/self/cgroup`, and of those above them.
-/// `mounts` is `/sys/fs/cgroup`. `None` without a limit.
+/// Bytes that the memory limits of the process's control groups, and of the groups above them, leave free. `own` is the text of
+/// `/proc/self/cgroup`, `mounts` is `/sys/fs/cgroup`. `None` without a limit.
 fn left_in_groups(mounts: &Path, own: &str) -> Option<u64> {
     let groups = own.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);

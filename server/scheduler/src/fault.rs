@@ -7,7 +7,7 @@ use std::fmt;
 pub enum FaultKind {
     /// A rank's process ended.
     Exit,
-    /// A rank sent no heartbeat in time, or the router's thread that reads its messages was lost.
+    /// A rank sent no heartbeat in time.
     Liveness,
     /// A rank reported that a step failed.
     Step,

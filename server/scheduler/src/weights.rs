@@ -19,7 +19,7 @@ pub struct Ask<S, T> {
     pub checked_against: WeightVersion,
     /// Whether memory has room for the new weights beside the present ones, as far as that is known.
     pub has_room: bool,
-    /// Whom the end of the reload is told.
+    /// Receiver of the reload's result.
     pub ticket: T,
 }
 
@@ -113,7 +113,7 @@ struct Reload<S, T> {
     pause_begun: Option<Time>,
 }
 
-/// The weights that serve and those of a reload. `S` says where weights come from, `T` whom the end of a reload is told.
+/// The weights that serve and those of a reload. `S` is the source of a set of weights, `T` the receiver of a reload's result.
 #[derive(Debug)]
 pub(crate) struct Weights<S, T> {
     /// The weights that served last, or are to serve first.
@@ -139,7 +139,7 @@ impl<S: Clone, T> Weights<S, T> {
     /// Begins a reload.
     ///
     /// # Errors
-    /// Whom to tell that it is refused, and why.
+    /// The receiver of the result, and why the reload is refused.
     pub(crate) fn ask(&mut self, ask: Ask<S, T>, now: Time) -> Result<Begin<S>, (T, String)> {
         let Ask { source, checked_against, has_room, ticket } = ask;
         let present = self.served.version;
@@ -167,7 +167,7 @@ impl<S: Clone, T> Weights<S, T> {
         Err((ticket, refusal))
     }
 
-    /// The loaders of a reload could not be started: it never began. Returns whom to tell.
+    /// The loaders of a reload could not be started: it never began. Returns the receiver of its result.
     pub(crate) fn cancel(&mut self) -> Option<T> {
         self.reload.take().map(|reload| reload.ticket)
     }
@@ -230,7 +230,7 @@ impl<S: Clone, T> Weights<S, T> {
         }
     }
 
-    /// A generation that has these weights serves. Returns the end of the reload that brought them, and whom to tell.
+    /// A generation that has these weights serves. Returns the result of the reload that brought them, and its receiver.
     pub(crate) fn serves(&mut self, version: WeightVersion, now: Time) -> Option<(T, Reloaded)> {
         let Reload { new, ticket, load_time, pause_begun, .. } =
             self.reload.take_if(|reload| reload.new.version == version)?;
@@ -242,8 +242,8 @@ impl<S: Clone, T> Weights<S, T> {
         Some((ticket, Reloaded { version, load_time, pause }))
     }
 
-    /// The present generation has a fault. One that was formed for new weights and never served them takes the reload with it: the
-    /// next one serves the earlier weights. Returns whom to tell.
+    /// The present generation has a fault. One that was formed for new weights and never served them takes the reload with it:
+    /// the next one serves the earlier weights. Returns the receiver of the reload's result.
     pub(crate) fn fault(&mut self) -> Option<T> {
         let formed = self.formed?;
         let Reload { new, ticket, .. } = self.reload.take_if(|reload| reload.new.version == formed)?;

@@ -46,7 +46,7 @@ pub(crate) trait CallEnd: fmt::Debug + Send {
 
 /// The places of a call's rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Places {
+pub(crate) struct RowPlaces {
     /// Offset of the rows in the session's memory, in bytes.
     pub(crate) input: u64,
     /// Offset of the output, in bytes.
@@ -61,7 +61,7 @@ pub(crate) struct Call<E: CallEnd> {
     end: E,
     /// The client's number.
     number: u64,
-    places: Places,
+    places: RowPlaces,
     began: Instant,
     /// The call's span, if it is sampled.
     trace: Option<Arc<RequestTrace>>,
@@ -72,7 +72,7 @@ impl<E: CallEnd + 'static> Call<E> {
     pub(crate) const fn new(
         end: E,
         number: u64,
-        places: Places,
+        places: RowPlaces,
         began: Instant,
         trace: Option<Arc<RequestTrace>>,
     ) -> Self {

@@ -85,8 +85,8 @@ pub(crate) fn serve_apart(shared: &Arc<Shared>, socket: UnixStream, opener: Open
     }
 }
 
-/// Serves the connection of a user who may open sessions until its end, or that of its session. `opening` counts it until it has opened
-/// one, and is left as it is otherwise.
+/// Serves the connection of a user who may open sessions, until the connection or its session ends. Takes `opening`, which counts
+/// connections without a session, once it has opened one.
 pub(crate) fn serve(
     shared: &Arc<Shared>,
     socket: &UnixStream,
@@ -174,7 +174,7 @@ fn follow(shared: &Shared, socket: &UnixStream, session: &OpenSession) -> io::Re
     }
 }
 
-/// What a client is told whose bytes are no frame.
+/// The message for a client whose bytes are no frame.
 fn unreadable(error: &io::Error) -> String {
     match error.kind() {
         ErrorKind::TimedOut | ErrorKind::WouldBlock => {

@@ -21,7 +21,7 @@ use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_telemetry::RequestTrace;
 
 use self::doorbells::{Admission, DoorbellTable, check as check_prepared};
-use crate::call::{Call, CallEnd, Places, asked};
+use crate::call::{Call, CallEnd, RowPlaces, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
@@ -43,7 +43,7 @@ pub(crate) struct CudaSession {
     control: ControlMemory,
     open: OpenCuda,
     table: Mutex<DoorbellTable>,
-    /// `[doorbells]`: the service's own copies.
+    /// `[doorbells]`: the service's own copies of the statuses, which it writes to the control region.
     statuses: Mutex<Vec<StatusRecord>>,
     /// Dropped last: the other fields have views of the region. It holds the descriptor of the client's memory, too.
     held: HeldRegion,
@@ -94,7 +94,7 @@ impl CudaSession {
     /// Prepares calls; returns the number of the first.
     ///
     /// # Errors
-    /// The sentence with which they are refused.
+    /// The error message for the client.
     pub(crate) fn prepare(&self, calls: &[PreparedCall], steps: &dyn Steps) -> Result<u32, String> {
         let model = steps.model();
         for (index, call) in calls.iter().enumerate() {
@@ -104,7 +104,7 @@ impl CudaSession {
         self.table().prepare(calls)
     }
 
-    /// The answer to a PREPARE frame: the numbers of the calls, or the sentence with which they are refused.
+    /// The answer to a PREPARE frame: the numbers of the calls, or an error message.
     pub(crate) fn prepare_frame(&self, payload: &[u8], steps: &dyn Steps) -> Vec<u8> {
         let (records, rest) = payload.as_chunks::<{ size_of::<PreparedCall>() }>();
         let prepared = if !rest.is_empty() || records.is_empty() {
@@ -183,7 +183,7 @@ impl CudaSession {
                     raising: Raising::Caller,
                 };
                 let places =
-                    Places { input: prepared.rows, output: prepared.output, tokens: ring.rows as usize };
+                    RowPlaces { input: prepared.rows, output: prepared.output, tokens: ring.rows as usize };
                 let request = self.request(doorbell, ring, &prepared, &layout, &steps.model(), began);
                 Call::new(end, call, places, began, trace).submit(request, steps);
             }

@@ -21,7 +21,7 @@ use expertd_telemetry::RequestTrace;
 
 use self::sizes::Sizes;
 use self::table::{Admission, CallTable};
-use crate::call::{Call, CallEnd, Places, asked};
+use crate::call::{Call, CallEnd, RowPlaces, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
 use crate::session::Session;
@@ -205,7 +205,8 @@ impl HostSession {
         let returns = record.flags & RequestRecord::RETURN_ROUTING != 0;
         let returned = returns.then_some((record.ids as usize, record.weights as usize));
         let area = self.memory.rows_offset() as u64;
-        let places = Places { input: area + record.rows, output: area + record.output, tokens: sizes.tokens };
+        let places =
+            RowPlaces { input: area + record.rows, output: area + record.output, tokens: sizes.tokens };
         let end = HostEnd { session: Arc::clone(self), returned };
         let call = Call::new(end, record.call, places, began, trace);
         call.submit(self.request(record, &sizes, &model, began), steps);
@@ -285,7 +286,8 @@ impl CallEnd for HostEnd {
         session.record(record, elapsed);
     }
 
-    /// Wakes the thread that takes requests, if it spins then, so that it and the client wake up at the same time.
+    /// If the thread that takes requests spins after answers, wakes it now, together with the client, which may send its next
+    /// request at once.
     fn expect_call(&self) {
         if self.session.spins_after_answers.load(Ordering::Relaxed) {
             self.session.expects_request.store(true, Ordering::Release);

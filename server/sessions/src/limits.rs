@@ -28,8 +28,8 @@ impl SessionLimits {
         if self.several_users { limit - limit / 4 } else { limit }
     }
 
-    /// Largest number of memories that the service holds: one for each open session and for each client that opens one, and as many
-    /// again as open sessions for sessions that have ended and whose calls or ranks still use the memory.
+    /// Largest number of memories that the service holds: one for each open session, one for each client that opens a session,
+    /// and, for ended sessions whose calls or ranks still use the memory, as many as there may be open sessions.
     pub const fn memories(&self) -> usize {
         2 * self.sessions + MAX_OPENING
     }
@@ -90,7 +90,7 @@ impl Charges {
     /// Charges a region of `bytes` bytes to a user.
     ///
     /// # Errors
-    /// The sentence with which the session is refused.
+    /// The error message for the client.
     pub(crate) fn charge(&self, limits: &SessionLimits, user: u32, bytes: usize) -> Result<Charge, String> {
         let wanted = bytes.saturating_mul(limits.mappings);
         let mut charged = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -88,7 +88,7 @@ pub struct NetworkSessions {
 
 /// An agent that is starting or serves its client.
 pub struct NetworkAgent {
-    /// How it can be reached, or the sentence with which the client is refused.
+    /// How it can be reached, or the error message for the client.
     pub ready: oneshot::Receiver<Result<Ready, String>>,
     /// Why the session has ended.
     pub ended: oneshot::Receiver<String>,

@@ -38,7 +38,7 @@ struct Prepared {
 /// minutes to attach the memory, and other clients may connect meanwhile.
 ///
 /// # Errors
-/// The sentence with which the session is refused.
+/// The error message for the client.
 pub(crate) fn open(
     shared: &Arc<Shared>,
     socket: &UnixStream,

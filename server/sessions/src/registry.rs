@@ -26,7 +26,7 @@ impl SessionRegistry {
     /// Adds an open session.
     ///
     /// # Errors
-    /// The sentence with which the session is refused.
+    /// The error message for the client.
     pub(crate) fn add(&self, limits: &SessionLimits, session: &OpenSession) -> Result<(), String> {
         let mut open = self.open();
         if open.len() >= limits.sessions {

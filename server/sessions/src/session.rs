@@ -13,7 +13,7 @@ use expertd_telemetry::{RequestMetrics, code_name};
 use expertd_types::MemoryId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Interval at which a client whose session is being opened is looked at.
+/// Interval at which an opening session checks whether its client still waits.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Who opened a session.
@@ -73,7 +73,7 @@ impl Session {
 
     /// The number under which ranks attach the memory.
     pub(crate) const fn memory_id(&self) -> MemoryId {
-        // Sessions are numbered from 1, and none whose number exceeds 32 bits is opened.
+        // Sessions are numbered from 1, and a session whose number exceeds 32 bits is not opened.
         MemoryId(self.number as u32)
     }
 
@@ -115,7 +115,7 @@ impl Session {
             if self.is_closing() {
                 return Err("the service ends".into());
             }
-            // A client whose time is over ends its half of the socket.
+            // A client whose deadline has passed ends its half of the socket.
             let mut ends = [PollFd::new(&self.socket, PollFlags::RDHUP)];
             if poll(&mut ends, Some(&Timespec::default())) != Ok(0) {
                 return Err(format!("the ranks have not attached the memory in time: {}", late()));

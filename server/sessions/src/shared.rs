@@ -131,7 +131,7 @@ impl Shared {
         let _ = socket::send(socket, frame::REFUSED, text.as_bytes());
     }
 
-    /// The sentence with which a user is refused who may not open sessions.
+    /// The error message for a user who may not open sessions.
     pub(crate) fn check_user(&self, user: u32) -> Result<(), String> {
         let users = &self.config.users;
         if users.contains(&user) {
@@ -142,8 +142,8 @@ impl Shared {
         ))
     }
 
-    /// Counts a client that may open a session, or returns the sentence with which it is refused. One of several users leaves
-    /// places for the others.
+    /// Counts a client that may open a session, or returns the error message for it. One of several users leaves places for the
+    /// others.
     pub(crate) fn begin_opening(self: &Arc<Self>, user: u32) -> Result<Opening, String> {
         let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = opening.values().sum();

@@ -1,8 +1,8 @@
 //! Faults that tests cause in running processes. Builds without debug assertions and without the feature `fault-injection`
 //! contain none of them.
 
-/// Environment variable with a folder of faults. A process that comes by a place where the fault `NAME` can happen takes the file
-/// `NAME` away, and the fault happens there once.
+/// Environment variable with a folder of faults. A process that reaches a place where the fault `NAME` can happen removes the
+/// file `NAME`, if it exists, and the fault happens there once.
 #[cfg(any(debug_assertions, feature = "fault-injection"))]
 const FOLDER: &str = "EXPERTD_INJECT_FAULTS";
 

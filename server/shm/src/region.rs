@@ -193,7 +193,7 @@ impl SharedRegion {
         if bytes == 0 {
             return Ok(());
         }
-        // In parts, because threads that map memory wait for each of them.
+        // In parts, because threads that map memory wait until a part is populated.
         for at in (first..last).step_by(POPULATED_AT_ONCE) {
             let part = POPULATED_AT_ONCE.min(last - at);
             // SAFETY: the range lies within this mapping, and populating changes no contents.

@@ -42,8 +42,8 @@ pub const SPIN_TIME: Duration = Duration::from_millis(1);
 /// takes for its next call.
 pub const BETWEEN_STEPS: Duration = Duration::from_micros(100);
 
-/// How long a thread that has `cores` cores with other threads of the service spins for the next step, if it spins for `spin`
-/// otherwise. With few cores it leaves them to the client.
+/// How long a thread of a service with `cores` cores spins for the next step; `spin` is the time that it spins for other events.
+/// With few cores the time is no longer than `spin`, so that the client gets the cores.
 #[must_use]
 pub fn spin_between_steps(spin: Duration, cores: usize) -> Duration {
     if cores >= 4 { spin.max(BETWEEN_STEPS) } else { spin }

@@ -37,9 +37,11 @@ fn a_client_that_reads_nothing_ends_its_own_session() {
     while alive(agent) && Instant::now() < until {
         for _ in 0..8 {
             sent += 1;
+            let at = (sent - 1) % 8 * (64 << 10);
             let record = RequestRecord {
                 call: sent,
-                output: 512 << 10,
+                rows: at,
+                output: (512 << 10) + at,
                 layer,
                 tokens,
                 dtype: 3,

@@ -34,7 +34,7 @@ pub struct Call<'a> {
     pub shared_experts: bool,
     /// The weight version that must be loaded.
     pub expected_weight_version: Option<u64>,
-    /// Return the applied ids and weights, of this number of experts per token.
+    /// `Some`: the applied ids and weights are returned, for this number of experts per token.
     pub return_routing: Option<usize>,
     /// Deadline of the call, from the time at which the service takes it.
     pub timeout: Option<Duration>,

@@ -158,7 +158,7 @@ impl CallTable {
         SessionError::Ended { reason }
     }
 
-    /// Records the completions that are in the ring, if no other thread has its end.
+    /// Records the completions that are in the ring, unless a waiting thread is popping them.
     fn drain(&self, calls: &mut Calls) -> Result<(), SessionError> {
         let Some(mut completions) = calls.completions.take() else { return Ok(()) };
         let drained = loop {
@@ -185,7 +185,7 @@ impl CallTable {
         loop {
             self.drain(&mut calls)?;
             if let Some(done) = calls.take(call) {
-                // Another thread may have to take over the ring.
+                // Wakes waiting threads, because one of them must now pop the ring.
                 self.changed.notify_all();
                 return Ok(done);
             }
@@ -243,7 +243,7 @@ impl CallTable {
 
 impl Calls {
     fn record(&mut self, record: CompletionRecord) {
-        // A completion of no call is the service's mistake and answers nothing.
+        // A completion without a call is an error of the service; it ends no wait.
         let Some(entry) = self.entries.get_mut(&record.call).filter(|entry| entry.completion.is_none())
         else {
             return;

@@ -35,13 +35,18 @@ pub fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
     if expected.is_empty() || expected == found {
         return Ok(());
     }
-    Err(SessionError::Status {
+    Err(other_weights(format!("weights with fingerprint {expected} are expected, {found} are loaded")))
+}
+
+/// The error of calls that other weights than the expected ones computed, or may have.
+pub(crate) fn other_weights(message: String) -> SessionError {
+    SessionError::Status {
         code: FAILED_PRECONDITION,
-        message: format!("weights with fingerprint {expected} are expected, {found} are loaded"),
+        message,
         retry_after: None,
         reason: "WEIGHT_VERSION_MISMATCH".to_owned(),
         fields: Vec::new(),
-    })
+    }
 }
 
 /// Why a session cannot be opened or a call has no answer.

@@ -3,7 +3,7 @@
 mod arena;
 mod call;
 mod calls;
-mod error;
+pub(crate) mod error;
 mod link;
 mod opening;
 mod parts;
@@ -357,7 +357,7 @@ impl Drop for Session {
         }
         self.table.close();
         if Arc::strong_count(&self.link) > 1 {
-            // Buffers are left. The watcher ends with the service's answer, or with the last of them.
+            // Buffers or answers still exist. The watcher ends with the service's answer, or when the last of them is dropped.
             self.link.end_session();
             return;
         }

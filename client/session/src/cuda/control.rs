@@ -24,11 +24,11 @@ use crate::wire::{CompletionRecord, VERSION};
 
 /// Index of the ring among the 32-bit words of a doorbell's line; the completion word is the first.
 const RING: usize = 1;
-/// Index of the number of the last call that ended among the 64-bit words of the line.
+/// Index of the last ended call's number among the 64-bit words of a doorbell's line.
 const NUMBER: usize = 1;
 /// 64-bit words of a status.
 const STATUS_WORDS: usize = size_of::<StatusRecord>() / 8;
-/// Index of the last call's weight version among them.
+/// Index of the last call's weight version among the words of a status.
 const LAST_VERSION: usize =
     (offset_of!(StatusRecord, last) + offset_of!(CompletionRecord, weight_version)) / 8;
 /// How often a status is read again while the service changes it.
@@ -39,10 +39,12 @@ const STATUS_READS: usize = 1000;
 pub struct Counts {
     /// Number of calls that ended.
     pub calls: u64,
-    /// Number of those that failed.
+    /// Number of calls that failed.
     pub failures: u64,
     /// Version of the weights that computed the last call; 0 if it failed.
     pub weight_version: u64,
+    /// Number of answered calls that other weights computed than the answered call before.
+    pub moves: u32,
 }
 
 /// The control region of one session.
@@ -238,9 +240,9 @@ impl ControlMemory {
         self.half(doorbell, 0)
     }
 
-    /// Raises the completion word of the call that was taken last, which is answered and which a rank was to raise and may not have raised before
-    /// it was killed. Nothing else raises it meanwhile, and no ring is taken. If the rank had raised it, the doorbell is not 0: the word is
-    /// raised, or the client's stream has seen it and rung again.
+    /// Raises the completion word of the last taken call, which is complete, if the rank that was to raise it was killed before
+    /// it did. Nothing else raises the word meanwhile, and no ring is taken. If the rank has raised the word, the doorbell is not
+    /// 0: it still holds the raised word, or the client's stream has seen that and rung again.
     pub fn raise_unseen(&self, doorbell: u32) {
         let raised = u64::from(DONE);
         let _ = self.line(doorbell, 0).compare_exchange(0, raised, Ordering::AcqRel, Ordering::Relaxed);
@@ -261,6 +263,15 @@ impl ControlMemory {
         if record.code != 0 {
             status.failures += 1;
             status.last_failure = *record;
+        } else {
+            #[allow(
+                clippy::cast_possible_truncation,
+                reason = "versions count from 1; two that follow each other differ in this half"
+            )]
+            let version = record.weight_version as u32;
+            let moves = status.moved_to != 0 && status.moved_to != version;
+            status.moves = status.moves.wrapping_add(moves.into());
+            status.moved_to = version;
         }
         status.stamp += 2;
         let to = self.status_words(doorbell);
@@ -277,8 +288,8 @@ impl ControlMemory {
         self.completion_word(doorbell).store(value, Ordering::Release);
     }
 
-    /// Raises the completion words of a new session, so that a word is 0 only while a call is in flight. For the client, before its first
-    /// call.
+    /// Raises the completion words of a new session, so that a word is 0 only while a call is in flight. The client calls this
+    /// before its first call.
     pub fn raise_idle(&self) {
         for doorbell in 0..self.count {
             let word = self.completion_word(doorbell);
@@ -286,8 +297,8 @@ impl ControlMemory {
         }
     }
 
-    /// Releases a stream that waits for a doorbell's completion word; returns whether there was one. For the client, once the service
-    /// cannot write the word any more.
+    /// Releases a stream that waits for a doorbell's completion word; returns whether a stream waited. The client calls this once
+    /// the service cannot write the word any more.
     pub fn release(&self, doorbell: u32) -> bool {
         let word = self.completion_word(doorbell);
         word.compare_exchange(PENDING, RELEASED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
@@ -333,7 +344,9 @@ impl ControlMemory {
         let words = self.status_words(doorbell);
         let before = words[0].load(Ordering::Acquire);
         let load = |word: usize| words[word].load(Ordering::Relaxed);
-        let counts = Counts { calls: load(1), failures: load(2), weight_version: load(LAST_VERSION) };
+        let moves: [u32; 2] = bytemuck::cast(load(3));
+        let (calls, failures, weight_version) = (load(1), load(2), load(LAST_VERSION));
+        let counts = Counts { calls, failures, weight_version, moves: moves[0] };
         fence(Ordering::Acquire);
         let is_stable = before.is_multiple_of(2) && words[0].load(Ordering::Relaxed) == before;
         is_stable.then_some(counts)

@@ -14,7 +14,7 @@ use crate::client::SessionError;
 /// `copies/copies.cu`, compiled by `scripts/session_ptx.sh`; ends with a zero byte.
 const PTX: &str = concat!(include_str!("copies/copies.ptx"), "\0");
 const THREADS: u32 = 256;
-/// About as many as there are multiprocessors.
+/// Largest number of blocks of a launch: about one for each multiprocessor.
 const MOST_BLOCKS: u64 = 128;
 /// Bytes that a thread copies at once.
 const UNIT: u64 = 16;
@@ -24,7 +24,7 @@ const UNIT: u64 = 16;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Weights {
     pub(super) data: CUdeviceptr,
-    /// As [`DType`](crate::DType) numbers them.
+    /// Element type, a number of [`DType`](crate::DType).
     pub(super) dtype: u32,
     pub(super) k: u32,
 }
@@ -64,7 +64,7 @@ pub(super) struct Put {
 pub(super) struct Take {
     /// The completion word.
     pub(super) word: CUdeviceptr,
-    /// Two words of the lane, as [`Copies::arrivals`] gives them.
+    /// Address of the lane's two words ([`Copies::arrivals`]).
     pub(super) arrivals: CUdeviceptr,
     /// Bits of what an output that does not exist is filled with.
     pub(super) nan: u32,
@@ -89,7 +89,7 @@ pub(super) struct Copies {
     module: CUmodule,
     put: CUfunction,
     take: CUfunction,
-    /// Two words for each lane, which `expertd_take` leaves as it found the first of them: zero.
+    /// Two words for each lane. The first one is zero before and after each `expertd_take`.
     arrivals: CUdeviceptr,
 }
 
@@ -123,7 +123,8 @@ impl Copies {
         Ok(copies)
     }
 
-    /// The words with which the blocks of a lane's `expertd_take` find out which of them is done last.
+    /// Address of the lane's two words: the number of blocks of `expertd_take` that are done, by which the last block knows that
+    /// it is the last, and the call's completion word.
     pub(super) fn arrivals(&self, lane: u32) -> CUdeviceptr {
         self.arrivals + u64::from(lane) * 2 * size_of::<u32>() as u64
     }

@@ -86,7 +86,7 @@ pub struct PreparedCall {
     pub flags: u32,
     /// Place of the rows, `[max_rows, hidden]`.
     pub rows: u64,
-    /// Place for the output rows, of the same size. It must not overlap `rows`.
+    /// Place for the output rows, `[max_rows, hidden]`. It must not overlap `rows`.
     pub output: u64,
     /// Deadline of a call in microseconds from the time at which the service takes it; 0 for none.
     pub timeout_us: u64,
@@ -157,7 +157,7 @@ impl Ring {
         ((self.prepared << 16 | self.rows) as u64) << 32 | PENDING as u64
     }
 
-    /// The ring that the upper half of a doorbell stands for; the client may have stored anything.
+    /// The ring in the upper half of a doorbell. Its fields are not checked: the client may have stored any number.
     #[must_use]
     pub const fn from_half(half: u32) -> Self {
         Ring { prepared: half >> 16, rows: half & MAX_ROWS }
@@ -168,14 +168,16 @@ impl Ring {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct StatusRecord {
-    /// Number of changes, twice; odd while the service writes.
+    /// Twice the number of changes, plus one while the service writes.
     pub stamp: u64,
     /// Number of calls that ended.
     pub calls: u64,
     /// Number of calls that failed.
     pub failures: u64,
-    /// Zero.
-    pub reserved: u64,
+    /// Number of answered calls whose weight version is another one than that of the answered call before.
+    pub moves: u32,
+    /// The lower half of the last answered call's weight version.
+    pub moved_to: u32,
     /// The last call; its number counts the session's calls.
     pub last: CompletionRecord,
     /// The last call that failed.
@@ -192,7 +194,7 @@ pub struct ControlLayout {
     pub doorbells: usize,
     /// The routing areas.
     pub routing: usize,
-    /// Size of each of them, in bytes: a multiple of [`ALIGN`].
+    /// Size of one routing area, in bytes: a multiple of [`ALIGN`].
     pub routing_bytes: usize,
     /// The statuses.
     pub statuses: usize,

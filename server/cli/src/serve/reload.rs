@@ -13,8 +13,8 @@ use serde_json::Value;
 /// Memory that must stay free beside both sets of weights, in bytes.
 const RESERVE: u64 = 256 << 20;
 
-/// Checks that the checkpoint in `folder`, or in the folder of the present one, has the shape of the present one, and whether
-/// host memory has room for both. Its weights are read in a process of its own.
+/// Checks that the checkpoint in `folder` (`None`: the present folder) has the shape of the present one, and whether host memory
+/// has room for both. A child process reads the weights.
 pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
     let present = &context.checkpoint;
     let folder = folder.unwrap_or(&present.folder);

@@ -161,7 +161,7 @@ impl Mlp {
         linear(&self.down, self.down_bias.as_deref(), &self.rows(h.collect()), on_output)
     }
 
-    /// A row as the products have it.
+    /// A row as it enters the products: quantised to FP8 if the expert's kind says so.
     fn rows(&self, row: Vec<f64>) -> Vec<f64> {
         match self.kind.fp8_rows {
             Some(scales) => quantised(&row, scales == Fp8Scales::PowerOfTwo),

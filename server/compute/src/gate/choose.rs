@@ -90,7 +90,7 @@ pub(super) fn limit_groups(
     }
 }
 
-/// GroupScratch memory for the choice among groups.
+/// Scratch memory for the choice among groups.
 #[derive(Debug)]
 pub(super) struct GroupScratch {
     rated: Vec<f32>,

@@ -195,7 +195,7 @@ impl CpuGate {
     }
 }
 
-/// GroupScratch memory for routing by the gates of any layer of a model.
+/// Scratch memory for routing by the gates of any layer of a model.
 #[derive(Debug)]
 pub struct GateScratch {
     matmul: MatmulScratch,
@@ -203,7 +203,7 @@ pub struct GateScratch {
 }
 
 impl GateScratch {
-    /// GroupScratch for rows of `hidden` elements and a pool of `threads` threads; it grows with the number of rows.
+    /// Scratch for rows of `hidden` elements and a pool of `threads` threads; it grows with the number of rows.
     #[must_use]
     pub fn new(hidden: usize, threads: usize) -> Self {
         Self { matmul: MatmulScratch::new(hidden, threads), logits: Vec::new() }

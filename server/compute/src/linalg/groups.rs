@@ -118,7 +118,7 @@ impl GroupLayout {
     }
 }
 
-/// What the scales of one matrix need.
+/// The kind of scales and zero points that one matrix needs.
 struct Source {
     per_block: usize,
     scale: PackedScale,

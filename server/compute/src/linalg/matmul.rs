@@ -23,7 +23,7 @@ pub struct MatmulScratch {
     x: AlignedBuffer<f32>,
     /// The scales of a single fixed-point row.
     x_scales: AlignedBuffer<f32>,
-    /// Sums of rows with one panel, one buffer per thread.
+    /// Products of rows with one panel, summed over k; one buffer per thread.
     sums: Vec<AlignedBuffer<f32>>,
 }
 

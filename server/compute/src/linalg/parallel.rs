@@ -36,8 +36,8 @@ impl WorkQueue {
         WorkQueue { next: AtomicUsize::new(0), count }
     }
 
-    /// The items that the calling thread takes, until none are left, each with the item that it computes next. An item
-    /// is taken before the one before it is computed, so that its weights can be prefetched.
+    /// The items that the calling thread takes, until none are left. Each comes with the thread's next item, which is taken early
+    /// so that its weights can be prefetched.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Option<usize>)> + '_ {
         let mut ahead = self.take();
         std::iter::from_fn(move || {

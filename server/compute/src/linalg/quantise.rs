@@ -6,7 +6,7 @@ use expertd_model::FP8_ROW_GROUP;
 
 /// The largest e4m3 value.
 const LARGEST: f32 = 448.0;
-/// A group whose largest magnitude is below 2^-100 has the scale of this one.
+/// Lower bound of the magnitude from which a group's scale is computed.
 const SMALLEST_MAXIMUM: f32 = f32::from_bits((127 - 100) << 23);
 
 /// The scales of rows in FP8.
@@ -14,7 +14,7 @@ const SMALLEST_MAXIMUM: f32 = f32::from_bits((127 - 100) << 23);
 pub enum Fp8Scales {
     /// The largest magnitude of a group / 448.
     F32,
-    /// The same, rounded up to a power of two (ue8m0).
+    /// The largest magnitude of a group / 448, rounded up to a power of two (ue8m0).
     PowerOfTwo,
 }
 

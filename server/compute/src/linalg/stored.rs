@@ -1,4 +1,4 @@
-//! Packed matrices outside their process: what describes one, and the way back from its bytes.
+//! Packed matrices outside their process: their description, and how a matrix is made from its bytes again.
 
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ pub struct PackedForm {
     pub groups: Option<GroupLayout>,
 }
 
-/// Stored bytes that are no packed matrix for this process.
+/// Why stored bytes are no packed matrix that this process can use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages describe the variants")]
 pub enum StoredError {

@@ -17,7 +17,7 @@ use super::fault::{FormError, channel_fault};
 use super::observed::ObservedTime;
 use super::process::{ChildProcess, Killed, News, left_processes};
 use super::weights::WeightSet;
-use crate::apart::{Dropping, drop_apart, drop_apart_then};
+use expertd_ipc::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind};

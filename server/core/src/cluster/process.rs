@@ -88,7 +88,7 @@ impl ChildProcess {
         let pid = child.id();
         let process = ChildProcess { pid, child: Some(child), socket };
         let rest = match process.begin(start) {
-            // The process has ended already. The thread that reads finds the end of the socket, and what ended it is then said as ever.
+            // The process has ended already. The reading thread finds the end of the socket and reports the exit status as usual.
             Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
                 Vec::new()
             }

@@ -10,6 +10,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use expertd_ipc::RouterBell;
+use expertd_ipc::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{CheckpointSource, DeviceKind, FromLoader, LoaderSetup};
 use expertd_ipc::passing::FdReader;
 use expertd_scheduler::LoadFailure;
@@ -18,7 +19,6 @@ use expertd_types::{Rank, WeightVersion};
 use super::config::{CHECK_INTERVAL, ClusterConfig};
 use super::observed::ObservedTime;
 use super::process::{ChildProcess, Killed, News, Start, read_news};
-use crate::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_telemetry::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,

@@ -10,7 +10,11 @@ use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, chmod, fstat, linkat, openat, renameat, unlinkat};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, chmod, fstat, linkat, openat, renameat, renameat_with,
+    unlinkat,
+};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -42,7 +46,7 @@ impl UnixSocket {
             }
             listener => listener,
         };
-        // A service that was started at the same time has it.
+        // A service that was started at the same time has bound the path.
         let listener = listener.map_err(|error| match error.kind() {
             io::ErrorKind::AlreadyExists => BindError::InUse { path: path.to_owned() },
             _ => failed(error),
@@ -122,9 +126,17 @@ impl Place<'_> {
 
     /// Gives a file with the private name its public one, if no file has that, and removes the private name.
     fn publish(&self) -> io::Result<()> {
-        let linked = linkat(&self.folder, &self.private, &self.folder, self.name, AtFlags::empty());
+        let published =
+            match renameat_with(&self.folder, &self.private, &self.folder, self.name, RenameFlags::NOREPLACE)
+            {
+                // A file system without this renaming may have hard links.
+                Err(Errno::INVAL) => {
+                    linkat(&self.folder, &self.private, &self.folder, self.name, AtFlags::empty())
+                }
+                renamed => renamed,
+            };
         self.remove_private();
-        Ok(linked?)
+        Ok(published?)
     }
 
     fn remove_private(&self) {
@@ -132,8 +144,8 @@ impl Place<'_> {
     }
 }
 
-/// Listens at a path where no file is. The socket appears there once it has `mode` and listens, so that nobody takes it for that of an
-/// ended service. Until then it has a private name in the same folder.
+/// Listens at a path where no file is. The socket appears there once it has `mode` and listens, so that no other service takes it
+/// for the socket of an ended one. Until then it has a private name in the same folder.
 fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -148,8 +160,8 @@ fn listen(path: &Path, mode: u32) -> io::Result<UnixListener> {
     UnixListener::from_std(socket.into())
 }
 
-/// Sets the mode of a socket, which the umask has restricted. Whoever may write the folder can put another file in its place, so that it
-/// is opened and looked at first.
+/// Sets the mode of a socket, which the umask has restricted. A user who may write the folder can put another file in its place,
+/// so the file is opened and checked first.
 fn set_mode(place: &Place<'_>, mode: u32) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = openat(&place.folder, &place.private, flags, Mode::empty())?;
@@ -159,11 +171,11 @@ fn set_mode(place: &Place<'_>, mode: u32) -> io::Result<()> {
     Ok(chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?)
 }
 
-/// Removes the file of a socket on which no process listens. Of services that start at once on such a file, one binds it: a file that
-/// takes its place meanwhile is put back.
+/// Removes the file of a socket on which no process listens. If another service binds the path meanwhile, its file is put back,
+/// so that one of several services that start at once gets the path.
 fn remove_stale(path: &Path) -> Result<(), BindError> {
     let failed = |source: io::Error| match source.kind() {
-        // Another service removes it.
+        // Another service has removed the file.
         io::ErrorKind::NotFound => BindError::InUse { path: path.to_owned() },
         _ => BindError::System { address: Address::Unix(path.to_owned()), source },
     };
@@ -181,7 +193,7 @@ fn is_stale(path: &Path) -> bool {
     StdStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Removes a socket on which no process listens; whether it is one.
+/// Removes the socket's file; returns false, and keeps the file, if a process listens on it.
 fn take_stale(path: &Path) -> io::Result<bool> {
     let place = Place::of(path)?;
     renameat(&place.folder, place.name, &place.folder, &place.private)?;

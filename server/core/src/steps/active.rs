@@ -34,7 +34,7 @@ impl TrialRow {
         }
     }
 
-    /// The row as it is staged: with the routing of the layer's gate, or to the first experts.
+    /// The row to stage. `routed_by_gate`: the layer's gate chooses its experts; otherwise the first experts are given.
     pub(super) fn rows(&self, routed_by_gate: bool) -> RowsToStage<'_> {
         RowsToStage {
             rows: self.row[..].into(),
@@ -53,7 +53,8 @@ pub(super) struct Active {
     request: Request,
     caller: Box<dyn Caller>,
     row_bytes: usize,
-    /// Empty while rows are appended to it, which happens outside. Rows that ranks write in place are not part of it.
+    /// The rows that are complete; rows that ranks write in place are not part of it. Taken out, and thus empty, while rows are
+    /// appended.
     output: Output,
     timings: Vec<StepTiming>,
 }

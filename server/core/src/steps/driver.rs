@@ -1,5 +1,5 @@
 //! The thread's side of the step loop: processes, the rows of requests, and what callers see. The driver of the state machines
-//! ([`expertd_scheduler::Driver`]) decides when what is done with them.
+//! ([`expertd_scheduler::Driver`]) decides what happens when.
 
 mod callers;
 mod ranks;

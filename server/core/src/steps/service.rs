@@ -16,7 +16,7 @@ use tokio::sync::{oneshot, watch};
 use super::caller::{Caller, ClientMemory, MessageCaller, Steps};
 use super::config::{ReloadContext, ReloadPlan, SchedulerConfig, ServiceEnd};
 use super::shared::{MemoryMail, Payload, ReloadMail, Shared};
-use super::thread::{self, StepLoop};
+use super::thread::{self, UnstartedStepLoop};
 use crate::backend::{
     Backend, CallError, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture,
     ReloadRequest, Request, ServiceState, ServiceStatus, SessionStatus, SubmitError,
@@ -32,7 +32,7 @@ pub struct Service {
     /// Longest time of a step.
     step_timeout: Duration,
     /// `None` once the step loop has begun.
-    step_loop: Mutex<Option<StepLoop>>,
+    step_loop: Mutex<Option<UnstartedStepLoop>>,
 }
 
 impl Service {
@@ -58,7 +58,7 @@ impl Service {
         crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
         let (result, end) = watch::channel(None);
         let step_timeout = cluster.step_timeout;
-        let step_loop = StepLoop { shared: Arc::clone(&shared), cluster, config, seed, result };
+        let step_loop = UnstartedStepLoop { shared: Arc::clone(&shared), cluster, config, seed, result };
         Ok(Arc::new(Service {
             shared,
             end,

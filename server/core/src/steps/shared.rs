@@ -210,8 +210,8 @@ impl Shared {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner).1.folder.clone()
     }
 
-    /// What a reload is checked against, and the version that serves: the checkpoint is the one that serves, with the placement that the
-    /// reload is to have.
+    /// What a reload is checked against, and the version that serves. It describes the checkpoint that serves, with the placement
+    /// that `change` asks for.
     ///
     /// # Errors
     /// If that placement does not fit the model or the ranks.

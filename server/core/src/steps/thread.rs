@@ -18,7 +18,7 @@ pub(super) const GONE: &str =
     "the step loop ended unexpectedly; this is a bug in expertd; restart the service";
 
 /// A step loop that has not begun. If it is dropped, the receiver of its result resolves.
-pub(super) struct StepLoop {
+pub(super) struct UnstartedStepLoop {
     pub(super) shared: Arc<Shared>,
     pub(super) cluster: ClusterConfig,
     pub(super) config: SchedulerConfig,
@@ -26,10 +26,10 @@ pub(super) struct StepLoop {
     pub(super) result: watch::Sender<Option<ServiceEnd>>,
 }
 
-impl StepLoop {
+impl UnstartedStepLoop {
     /// Begins on a thread that lives as long as the service, because ranks die with the thread that started them.
     pub(super) fn begin(self) -> io::Result<JoinHandle<()>> {
-        let StepLoop { shared, cluster, config, seed, result } = self;
+        let UnstartedStepLoop { shared, cluster, config, seed, result } = self;
         std::thread::Builder::new().name("steps".into()).spawn(move || {
             let needed = progress::need_thread("the step loop");
             let end = driver::run(Arc::clone(&shared), cluster, &config, seed);

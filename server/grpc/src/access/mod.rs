@@ -85,7 +85,7 @@ pub(crate) struct Pass {
 }
 
 impl Pass {
-    /// Whether the token still is one of its client.
+    /// Whether the token file still gives the token to this client.
     pub(crate) fn is_valid(&mut self) -> bool {
         let Some(tokens) = self.access.tokens.as_ref().map(Watched::now) else { return true };
         if self.found_in.as_ref().is_some_and(|found_in| Arc::ptr_eq(found_in, &tokens)) {

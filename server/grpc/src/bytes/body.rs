@@ -115,7 +115,8 @@ impl<B> RequestBody<B> {
 
     /// Charges as many of the pending bytes as there is room for. Returns their number, and whether there was room for all.
     fn charge(&mut self) -> Result<(usize, bool), Status> {
-        // `before` is where the bytes before the message begin: a refused message's go to no decoder, which has its own status for it.
+        // `before` is the end of the bytes that go to the decoder. Bytes of a refused message do not: it gets a status of its
+        // own.
         let (mut at, mut before) = (0, 0);
         loop {
             if let Some(message) = &mut self.message {
@@ -251,7 +252,7 @@ pub(crate) struct AnswerBody {
     activity: Arc<Activity>,
     /// The charge of the call.
     call: Arc<Charge>,
-    /// Present while the transport has yet to take what is ready: a peer that does not read keeps it.
+    /// Present while the transport has not taken an answer that is ready, for example because the peer does not read.
     owed: Option<Leaving>,
 }
 

@@ -140,7 +140,7 @@ impl OpenConnections {
         self.0.retain(|(_, end)| !end.is_cancelled());
         if self.0.len() >= MAX_CONNECTIONS {
             let count = |of: Origin| self.0.iter().filter(|(origin, _)| *origin == of).count();
-            // Of several addresses with as many, that of the oldest connection.
+            // The address with the most connections; of several, the one with the oldest connection.
             let largest = (0..self.0.len()).rev().max_by_key(|&at| count(self.0[at].0));
             let at = largest.and_then(|at| self.0.iter().position(|(origin, _)| *origin == self.0[at].0));
             if let Some((_, oldest)) = at.and_then(|at| self.0.remove(at)) {
@@ -322,7 +322,7 @@ mod tests {
             MAX_CONNECTIONS - 1,
             "there is room"
         );
-        // As many of two addresses: that of the oldest connection makes way.
+        // Two addresses have as many connections: the oldest connection is ended.
         let mut open = OpenConnections::default();
         let all: Vec<_> = (0..MAX_CONNECTIONS).map(|at| open.add(from(at as u8 % 2))).collect();
         open.add(from(3));

@@ -1,4 +1,4 @@
-//! `expertd.v1.Network`: the call that opens a session of a client on another host and lasts as long as it.
+//! `expertd.v1.Network`: the call that opens a session of a client on another host. The session ends with the call.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub trait NetworkSessions: Send + Sync {
 
 /// A session that is being opened or is open.
 pub struct NetworkSession {
-    /// What the client is told, without the model; or the sentence with which it is refused.
+    /// The answer to the client, without the model, or the error message of a refusal.
     pub opened: oneshot::Receiver<Result<NetworkSessionOpened, String>>,
     /// Why the session has ended.
     pub ended: oneshot::Receiver<String>,

@@ -233,8 +233,8 @@ impl Drop for Open {
     }
 }
 
-/// The place of a connection. That of a Unix-domain socket is given back by the thread that closes the socket and what was passed over
-/// it.
+/// The place of a connection. For a Unix-domain socket a thread closes the socket, with the descriptors that were passed over it,
+/// and then releases the place.
 struct Seated(Option<(Option<OwnedFd>, PassedDescriptors, Place)>);
 
 impl Seated {

@@ -99,7 +99,7 @@ struct Named {
 
 /// The caller of one call.
 #[derive(Clone)]
-struct Caller {
+struct CallIdentity {
     key: ClientKey,
     owner: Arc<Owner>,
     /// Counts the tokens of a client that has a name.
@@ -129,7 +129,7 @@ impl Client {
     }
 
     /// Identifies the caller by its credentials and checks the client's number of connections.
-    fn caller(&self, headers: &HeaderMap) -> Result<Caller, Failure> {
+    fn caller(&self, headers: &HeaderMap) -> Result<CallIdentity, Failure> {
         let Services { access, public, .. } = &*self.services;
         self.activity.call();
         let name = match public {
@@ -137,7 +137,12 @@ impl Client {
             None => Some(access.admin(headers, &self.peer)?),
         };
         let Some(name) = name else {
-            return Ok(Caller { key: self.key, owner: Arc::clone(&self.owner), tokens: None, name: None });
+            return Ok(CallIdentity {
+                key: self.key,
+                owner: Arc::clone(&self.owner),
+                tokens: None,
+                name: None,
+            });
         };
         self.activity.authenticate();
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,7 +165,7 @@ impl Client {
         };
         named.calls.increment(1);
         let (owner, tokens) = (Arc::clone(named.seat.owner()), Some(named.tokens.clone()));
-        Ok(Caller { key: named.key, owner, tokens, name: Some(Arc::clone(&named.name)) })
+        Ok(CallIdentity { key: named.key, owner, tokens, name: Some(Arc::clone(&named.name)) })
     }
 }
 
@@ -251,7 +256,7 @@ where
 
     fn call(&mut self, mut request: Request<Incoming>) -> AnswerFuture {
         let arrived = Instant::now();
-        let Some(caller) = request.extensions_mut().remove::<Caller>() else {
+        let Some(caller) = request.extensions_mut().remove::<CallIdentity>() else {
             return refused(Failure::Unauthenticated("the call has no caller"));
         };
         let Services { budget, public, access, .. } = &*self.services;
@@ -262,7 +267,7 @@ where
         let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
-            // The size of its answer changes with the placement.
+            // The size of GetModel's answer changes with the placement.
             Some(public) if path == GET_MODEL => {
                 (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
             }

@@ -44,7 +44,7 @@ impl CopyRange {
     /// Copies `bytes` bytes from offset `at` of the range on.
     ///
     /// # Safety
-    /// As for [`CopyBatch::push`]; the bytes lie within the range, and no other thread copies them.
+    /// The conditions of [`CopyBatch::push`]; the bytes lie within the range, and no other thread copies them.
     unsafe fn copy(&self, store: StoreKind, at: usize, bytes: usize) {
         // SAFETY: the caller's promise.
         unsafe { store.copy(self.from.wrapping_add(at), self.to.wrapping_add(at), bytes) };

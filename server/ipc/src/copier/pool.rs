@@ -39,7 +39,7 @@ impl CopyJob {
     /// Copies one portion, which may cover parts of several ranges.
     ///
     /// # Safety
-    /// As for [`CopyBatch::push`](super::CopyBatch::push), and no other thread copies this portion.
+    /// The conditions of [`CopyBatch::push`](super::CopyBatch::push), and no other thread copies this portion.
     unsafe fn copy(&self, portion: usize) {
         let (begin, end) = (portion * self.portion, (portion + 1) * self.portion);
         let first = self.ranges.partition_point(|range| range.end <= begin);
@@ -135,7 +135,7 @@ impl CopyPool {
     /// Copies `job` on this thread, on `helpers` threads that are woken if necessary, and on helpers that are awake.
     ///
     /// # Safety
-    /// As for [`CopyBatch::push`](super::CopyBatch::push).
+    /// The conditions of [`CopyBatch::push`](super::CopyBatch::push).
     pub(super) unsafe fn run(&mut self, job: CopyJob, helpers: usize) {
         let (state, portions) = (&*self.state, job.portions());
         debug_assert!(state.portions.all_done(), "the previous job still has undone portions");

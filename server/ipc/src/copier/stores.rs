@@ -32,14 +32,14 @@ impl StoreKind {
 }
 
 /// # Safety
-/// As for [`StoreKind::copy`].
+/// The conditions of [`StoreKind::copy`].
 unsafe fn plain(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 /// # Safety
-/// As for [`StoreKind::copy`].
+/// The conditions of [`StoreKind::copy`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
@@ -73,7 +73,7 @@ unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
 }
 
 /// # Safety
-/// As for [`StoreKind::copy`].
+/// The conditions of [`StoreKind::copy`].
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn streaming(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: the caller's promise.

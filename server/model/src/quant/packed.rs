@@ -41,7 +41,7 @@ pub(super) fn awq(config: &Config, map: &Map<String, Value>) -> Result<Quantizat
         Some(version) if version != "gemm" => return Err(unsupported(config, "version", &version)),
         _ => {}
     }
-    // `zero_point` false says that all zero points are 8; the tensor with them is there all the same.
+    // `zero_point` false means that all zero points are 8; their tensor is stored nevertheless.
     let group = group_size(config, map, &["group_size", "q_group_size"])?;
     Ok(Quantization { int4: Some(Int4 { layout: Int4Layout::Awq, group }), ..Quantization::default() })
 }

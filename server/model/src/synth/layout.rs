@@ -16,11 +16,11 @@ pub(super) enum Fill {
     Scales(f32),
     /// Pairs of FP4 codes, all equally likely.
     Fp4Codes,
-    /// E8M0 exponents whose powers of two are about this number.
+    /// E8M0 exponents of powers of two near this number.
     Exponents(f32),
     /// Words of eight 4-bit integers, all equally likely.
     Words,
-    /// Words of eight zero points, uniform from this one to the seventh after it.
+    /// Words of eight zero points, uniform from this number to this number + 7.
     ZeroPoints(u8),
     /// FP8 codes of scales, uniform from half to one and a half times [`FP8_SCALE`].
     Fp8Scales,

@@ -14,7 +14,8 @@ use super::grouped::GroupedRows;
 use crate::exchange::ReceivedRows;
 use crate::weights::{RankLayer, SharedMlp};
 
-/// A step's rows: `[tokens, hidden]` in f32 while the rank computes, in segments of one type and place each outside of it.
+/// A step's rows. While the rank computes they are `[tokens, hidden]` in f32; before and after they lie in segments, each with
+/// one type and place.
 #[derive(Clone, Copy)]
 pub(super) struct StepRows<'a> {
     pub(super) segments: &'a [CheckedSegment],

@@ -92,10 +92,10 @@ const unsafe fn extend<'a, T>(slice: &[T]) -> &'a [T] {
     unsafe { std::slice::from_raw_parts(slice.as_ptr(), slice.len()) }
 }
 
-/// Extends a mutable borrow, as [`extend`] does a shared one.
+/// Extends a mutable borrow; the counterpart of [`extend`].
 ///
 /// # Safety
-/// As for [`extend`], and no other slice of the memory is made while `'a` lasts.
+/// The conditions of [`extend`], and no other slice of the memory is made while `'a` lasts.
 const unsafe fn extend_mut<'a, T>(slice: &mut [T]) -> &'a mut [T] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr(), slice.len()) }

@@ -40,8 +40,7 @@ pub(super) struct Layer {
     pub(super) mine: Vec<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
     pub(super) format: DeviceFormat,
-    /// Addresses of the gate's tensors. `weight_low` is what rounding took from weights that the checkpoint stores in f32 or
-    /// f16.
+    /// Addresses of the gate's tensors. `weight_low` has the rounding errors of weights that the checkpoint stores in f32 or f16.
     pub(super) gate: GateLayer,
     /// `None` if this rank owns no experts of the layer.
     pub(super) experts: Option<CudaExperts>,

@@ -270,7 +270,7 @@ impl CudaEngine {
         Ok(graphs)
     }
 
-    /// The copies, if steps of this variant use them.
+    /// The copy engines' buffers and streams, if steps of this variant use them.
     fn copies_of(&self, variant: Variant) -> Option<&Copies> {
         self.copies.as_ref().filter(|_| variant.path != RowPath::Mapped)
     }

@@ -58,8 +58,8 @@ impl<R: Ranks> Driver<R> {
         }
     }
 
-    /// The generation's ranks are gone, except the processes `left`. The session ends whose memory such a process may still write: its
-    /// calls must not be computed again beside it.
+    /// Takes in that the generation's ranks are gone, except the processes `left`. Sessions whose memory such a process may still
+    /// write end, because their calls cannot be computed again safely.
     pub(super) fn leave_memories(&mut self, left: &[u32], now: Time) {
         for memory in self.attachments.held_by_ranks() {
             self.ranks.set_attachment(memory, Attachment::Awaited);

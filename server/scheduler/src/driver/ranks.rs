@@ -48,7 +48,7 @@ pub trait Callers {
     type Payload;
     /// Where weights come from.
     type Source: Clone;
-    /// Whom the end of a reload is told. If the service ends before, it is dropped.
+    /// Receiver of a reload's result; dropped if the service ends before.
     type Ticket;
 
     /// The present time.
@@ -103,8 +103,8 @@ pub trait Callers {
 
 /// The ranks of one generation, and loaders of one set of weights at a time. Nothing here waits.
 pub trait Ranks: Callers {
-    /// Starts the loaders of a set. `beside`: a generation serves meanwhile; otherwise they wait until all memory that was freed
-    /// before, also that of ended loaders, is free.
+    /// Starts the loaders of a set. `beside`: a generation serves meanwhile. Otherwise loaders wait until the system has the
+    /// memory of freed sets and of ended loaders back.
     fn load(
         &mut self,
         version: WeightVersion,
@@ -118,8 +118,8 @@ pub trait Ranks: Callers {
     /// Frees a whole set.
     fn free(&mut self, version: WeightVersion);
 
-    /// The weights that serve are about to be dropped before others are loaded; with the reason if these were to be loaded beside
-    /// them.
+    /// Reports that the weights that serve are dropped before others are loaded. `lacks_room`: why they cannot be loaded beside
+    /// them; `None` if that was known before.
     fn note_drop(&mut self, lacks_room: Option<&str>);
 
     /// A generation is about to form.

@@ -1,4 +1,4 @@
-//! Whether requests are admitted, and the exchange with the inbox.
+//! Admission control and the inbox.
 
 use std::sync::Arc;
 

@@ -175,16 +175,16 @@ impl StepLoop {
         self.actions.push_front(Action::Launch { step: id });
     }
 
-    /// Whether a request must not end yet: a step in flight names it. While ranks are being ended, memory that callers lend still
-    /// matters, which ranks may read and write until they are gone, and a request that was alone in its step: it is the one that ended
-    /// them.
+    /// Whether a request must not end yet, because a step in flight names it. While ranks are being ended, this holds for two
+    /// kinds of requests only: those that lend memory, which ranks may access until they are gone, and one that was alone in its
+    /// step, because it may be the cause of the fault.
     fn is_held(&self, request: &Request) -> bool {
         let was_alone = || self.in_flight.front().is_some_and(|step| step.is_alone);
         request.is_in_step() && (request.in_place || !self.is_leaving() || was_alone())
     }
 
-    /// Ends a request that is late or whose caller has left, and whose waiting rows have left the queue. One that is held fails when its
-    /// last step has ended.
+    /// Ends a request that is late or whose caller has left. Its waiting rows have left the queue. A request that is held fails
+    /// when its last step has ended.
     fn withdraw(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         let Some(request) = self.requests.get(&key) else { return };
         let failure = if request.is_late(now) && !has_left(key) {

@@ -39,7 +39,7 @@ impl StepLoop {
         }
     }
 
-    /// Ends a generation that is to be replaced and has no step in flight; whether it did.
+    /// Ends a generation that is to be replaced and has no step in flight. Returns whether it did.
     pub(super) fn end_replaced_group(&mut self) -> bool {
         if !self.is_replaced || self.group.is_none() || self.is_leaving() || !self.in_flight.is_empty() {
             return false;

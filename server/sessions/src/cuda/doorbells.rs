@@ -29,7 +29,7 @@ pub(super) enum Admission {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Doorbell {
+struct DoorbellCalls {
     calls: u64,
     /// At most 2: a call that has ended for the client's stream but not yet for the router, and the next one.
     in_flight: u32,
@@ -39,20 +39,20 @@ struct Doorbell {
 #[derive(Debug)]
 pub(super) struct DoorbellTable {
     prepared: Vec<PreparedCall>,
-    doorbells: Vec<Doorbell>,
+    doorbells: Vec<DoorbellCalls>,
     is_closing: bool,
 }
 
 impl DoorbellTable {
     pub(super) fn new(doorbells: u32) -> Self {
-        let doorbells = vec![Doorbell::default(); doorbells as usize];
+        let doorbells = vec![DoorbellCalls::default(); doorbells as usize];
         DoorbellTable { prepared: Vec::new(), doorbells, is_closing: false }
     }
 
     /// Adds prepared calls, which were [checked](check); returns the number of the first.
     ///
     /// # Errors
-    /// The sentence with which they are refused.
+    /// The error message for the client.
     pub(super) fn prepare(&mut self, calls: &[PreparedCall]) -> Result<u32, String> {
         let first = self.prepared.len();
         if first + calls.len() > MAX_PREPARED {
@@ -75,8 +75,8 @@ impl DoorbellTable {
         self.doorbells.get(doorbell as usize).is_some_and(|bell| bell.calls == call)
     }
 
-    /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call in flight,
-    /// whose end the client has seen unless it breaks the rules.
+    /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call
+    /// in flight; a client that keeps the rules has seen that call's completion word.
     pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
         let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
         // Also while the session ends: the ring is taken, so the call before it is no longer the last one.

@@ -125,7 +125,7 @@ impl Places {
         })
     }
 
-    /// A range of this call and one of another call, at least one of which is written.
+    /// A range of this call and an overlapping range of another call, at least one of which is written.
     fn conflict_with(&self, other: &Places) -> Option<Conflict> {
         let with = |a: &[Range<usize>], b: &[Range<usize>]| {
             a.iter().find_map(|a| b.iter().find_map(|b| overlap(a, b)))

@@ -3,8 +3,8 @@
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// The answers of a session. The service answers frames in their order, so that the answer to the last frame is the one that follows
-/// those to all frames before it, also if some of these came too late for their callers.
+/// The answers of a session. The service answers frames in their order, so answers are counted: the answer to the last frame
+/// comes after the answers to all earlier frames, of which some may have come too late for their callers.
 #[derive(Debug)]
 pub(super) struct Replies {
     receiver: Receiver<Vec<u8>>,

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::CudaSession;
 use crate::client::{Receipt, SessionError};
 use crate::cuda::control::Counts;
+use crate::cuda::wire::StatusRecord;
 use crate::wire::CompletionRecord;
 
 /// How the calls of a doorbell ended.
@@ -16,7 +17,7 @@ pub struct DoorbellStatus {
     pub failures: u64,
     /// How the last call was computed, if it was answered.
     pub last: Option<Receipt>,
-    /// Why the last call that failed did.
+    /// The error of the last call that failed.
     pub last_failure: Option<CallFailure>,
 }
 
@@ -66,18 +67,28 @@ impl CudaSession {
     /// # Errors
     /// If the session has ended; calls that were in flight have no output then.
     pub fn status(&self, doorbell: u32) -> Result<DoorbellStatus, SessionError> {
+        let record = self.record(doorbell)?;
+        Ok(DoorbellStatus {
+            calls: record.calls,
+            failures: record.failures,
+            last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
+            last_failure: (record.failures > 0).then(|| CallFailure::of(&record.last_failure)),
+        })
+    }
+
+    fn record(&self, doorbell: u32) -> Result<StatusRecord, SessionError> {
         self.shared.check()?;
         if doorbell >= self.opened.doorbells {
             return Err(SessionError::Device(format!("there is no doorbell {doorbell}")));
         }
         let control = &self.shared.control;
         let (ended, began) = (control.number(doorbell), Instant::now());
-        let record = loop {
+        loop {
             let record = control.status(doorbell);
             let record = record
                 .ok_or_else(|| SessionError::Protocol("a status that changes without end".to_owned()))?;
             if record.calls >= ended {
-                break record;
+                return Ok(record);
             }
             self.shared.check()?;
             let waited = began.elapsed();
@@ -85,13 +96,7 @@ impl CudaSession {
                 return Err(SessionError::TimedOut { waited });
             }
             std::hint::spin_loop();
-        };
-        Ok(DoorbellStatus {
-            calls: record.calls,
-            failures: record.failures,
-            last: (record.calls > 0 && record.last.code == 0).then(|| Receipt::from(&record.last)),
-            last_failure: (record.failures > 0).then(|| CallFailure::of(&record.last_failure)),
-        })
+        }
     }
 
     /// The [`status`](Self::status) in short, which copies no records in the usual case.
@@ -104,12 +109,12 @@ impl CudaSession {
         {
             return Ok(counts);
         }
-        let DoorbellStatus { calls, failures, last, .. } = self.status(doorbell)?;
-        Ok(Counts { calls, failures, weight_version: last.map_or(0, |last| last.weight_version) })
+        let StatusRecord { calls, failures, moves, last, .. } = self.record(doorbell)?;
+        Ok(Counts { calls, failures, weight_version: last.weight_version, moves })
     }
 
-    /// Number of calls of a doorbell that failed, for a check behind the GPU's work: once an event behind a call has passed, this counts the
-    /// call if it failed. It is one load; `status` has the reason.
+    /// Number of calls of a doorbell that failed, for a check after the GPU's work: once an event that was recorded after a call
+    /// has passed, this counts the call if it failed. It is one load; `status` has the reason.
     ///
     /// # Errors
     /// If the session has ended, or there is no such doorbell. A stream is released only after this error is certain.

@@ -13,7 +13,7 @@ use crate::cuda::wire::PENDING;
 use crate::socket;
 use crate::wire::{MAX_SERVICE_FRAME, frame};
 
-/// How often words are released once the session has ended, and failures looked for that a handler waits for.
+/// Interval at which words are released once the session has ended, and at which handlers' doorbells are checked for failures.
 const INTERVAL: Duration = Duration::from_millis(1);
 
 /// Takes the reason why a call failed.
@@ -23,14 +23,14 @@ pub type FailureHandler = fn(&str);
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) control: ControlMemory,
-    doorbells: Vec<Doorbell>,
+    doorbells: Vec<WatchedDoorbell>,
     has_ended: AtomicBool,
     is_dropped: AtomicBool,
     end: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
-struct Doorbell {
+struct WatchedDoorbell {
     /// Number of calls that were released.
     released: AtomicU64,
     on_failure: OnceLock<FailureHandler>,
@@ -39,7 +39,7 @@ struct Doorbell {
 impl Shared {
     pub(super) fn new(control: ControlMemory) -> Shared {
         Shared {
-            doorbells: (0..control.doorbells()).map(|_| Doorbell::default()).collect(),
+            doorbells: (0..control.doorbells()).map(|_| WatchedDoorbell::default()).collect(),
             control,
             has_ended: AtomicBool::new(false),
             is_dropped: AtomicBool::new(false),
@@ -69,7 +69,7 @@ impl Shared {
         Err(SessionError::Ended { reason: self.reason() })
     }
 
-    fn doorbell(&self, doorbell: u32) -> Result<&Doorbell, SessionError> {
+    fn doorbell(&self, doorbell: u32) -> Result<&WatchedDoorbell, SessionError> {
         let missing = || SessionError::Device(format!("there is no doorbell {doorbell}"));
         self.doorbells.get(doorbell as usize).ok_or_else(missing)
     }
@@ -160,7 +160,7 @@ impl Shared {
         {
             handler(&self.reason());
         }
-        // Work behind the stream's wait finds the call counted.
+        // Counted before the release, so that work after the stream's wait sees the count.
         own.released.fetch_add(1, Ordering::AcqRel);
         self.control.release(doorbell);
     }

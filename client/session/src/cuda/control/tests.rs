@@ -23,11 +23,11 @@ fn a_ring_is_taken_once_and_its_completion_raises_the_word() {
     assert_eq!(client.completion(2), DONE);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call), (1, 0, 9));
-    assert_eq!(client.counts(2), Some(Counts { calls: 1, failures: 0, weight_version: 7 }));
+    assert_eq!(client.counts(2), Some(Counts { calls: 1, failures: 0, weight_version: 7, moves: 0 }));
     client.ring(2, ring);
     service.complete(2, &CompletionRecord::failed(10, 14, "gone"), &mut status);
     assert_eq!(client.completion(2), FAILED);
-    assert_eq!(client.counts(2), Some(Counts { calls: 2, failures: 1, weight_version: 0 }));
+    assert_eq!(client.counts(2), Some(Counts { calls: 2, failures: 1, weight_version: 0, moves: 0 }));
     service.complete(2, &CompletionRecord { call: 11, ..CompletionRecord::zeroed() }, &mut status);
     let read = client.status(2).unwrap();
     assert_eq!((read.calls, read.failures, read.last.call, read.last_failure.call), (3, 1, 11, 10));
@@ -102,6 +102,20 @@ fn a_ring_that_follows_a_word_of_a_rank_is_taken() {
         }
     });
     assert_eq!(wrong, None, "this call's ring was lost or taken twice");
+}
+
+#[test]
+fn moves_to_other_weights_are_counted_and_failures_are_none() {
+    let (service, client) = pair(1);
+    let mut status = StatusRecord::zeroed();
+    let answered = |weight_version| CompletionRecord { weight_version, ..CompletionRecord::zeroed() };
+    let failed = CompletionRecord { code: 14, ..CompletionRecord::zeroed() };
+    let calls =
+        [(answered(7), 0), (answered(7), 0), (failed, 0), (answered(8), 1), (failed, 1), (answered(9), 2)];
+    for (record, moves) in calls {
+        service.complete(0, &record, &mut status);
+        assert_eq!(client.counts(0).unwrap().moves, moves);
+    }
 }
 
 #[test]

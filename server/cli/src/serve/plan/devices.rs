@@ -22,7 +22,7 @@ pub(super) struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    /// This build and this machine.
+    /// Describes this build and this machine.
     pub(super) fn here(inventory: &'a dyn Fn() -> Result<Inventory, String>, nodes: u32) -> Self {
         Host { has_gpu_ranks: gpu::BUILT, gpus: gpu::present(), inventory, nodes }
     }

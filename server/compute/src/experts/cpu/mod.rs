@@ -123,7 +123,7 @@ impl CpuExpert {
         [&self.gate_up, &self.down]
     }
 
-    /// The packed biases of the same; empty if the expert has none.
+    /// Packed biases of gate and up, and of down; empty if the expert has none.
     pub fn biases(&self) -> [&[f32]; 2] {
         [&self.gate_up_bias, &self.down_bias]
     }

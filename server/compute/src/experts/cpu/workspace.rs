@@ -28,7 +28,7 @@ pub struct Workspace {
     pub(super) h_scales: AlignedBuffer<f32>,
     /// The parts of a chunk.
     pub(super) parts: Vec<ExpertPart>,
-    /// Sums of rows with one panel, one buffer per thread.
+    /// Products of rows with one panel, summed over k; one buffer per thread.
     pub(super) sums: Vec<AlignedBuffer<f32>>,
     pub(super) size: WorkspaceSize,
     /// Largest number of assignments computed together.

@@ -136,7 +136,7 @@ impl Fp8Pairs {
     }
 }
 
-/// Two vectors of words, the next element highest.
+/// Two vectors of words, each with eight 4-bit elements: the next element to decode is in the highest bits.
 type Words = [__m256i; 2];
 
 /// # Safety

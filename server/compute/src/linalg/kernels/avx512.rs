@@ -132,7 +132,7 @@ impl Fp8Pairs {
     }
 }
 
-/// Two vectors of words of eight nibbles, the next one highest.
+/// Two vectors of words, each with eight 4-bit elements: the next element to decode is in the highest bits.
 type Words = [__m512i; 2];
 
 /// # Safety

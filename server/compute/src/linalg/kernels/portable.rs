@@ -47,7 +47,7 @@ const fn kernels_of<F: Format>() -> [Kernel; ROWS] {
 enum ScalePlace {
     /// The elements are the values.
     None,
-    /// One vector for one or several blocks, apart from them.
+    /// In an array of their own, with one vector for one or several blocks.
     Apart,
     /// At the start of each block.
     InBlock,

@@ -173,13 +173,13 @@ macro_rules! vector_kernels {
 
             #[inline(always)]
             unsafe fn load(elements: *const u8, octet: usize) -> Fp8Pairs {
-                // SAFETY: the same contract.
+                // SAFETY: the trait function has the contract of the function that is called.
                 unsafe { Fp8::load(elements, octet) }
             }
 
             #[inline(always)]
             unsafe fn next(elements: &mut Fp8Pairs, i: usize) -> Wide {
-                // SAFETY: the same contract.
+                // SAFETY: the trait function has the contract of the function that is called.
                 unsafe { Fp8::next(elements, i) }
             }
         }
@@ -191,13 +191,13 @@ macro_rules! vector_kernels {
 
             #[inline(always)]
             unsafe fn load(elements: *const u8, octet: usize) -> Self::Elements {
-                // SAFETY: the same contract.
+                // SAFETY: the trait function has the contract of the function that is called.
                 unsafe { Int4::load(elements, octet) }
             }
 
             #[inline(always)]
             unsafe fn next(elements: &mut Self::Elements, i: usize) -> Wide {
-                // SAFETY: the same contract.
+                // SAFETY: the trait function has the contract of the function that is called.
                 unsafe { Int4::next(elements, i) }
             }
         }

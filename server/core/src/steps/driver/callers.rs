@@ -16,7 +16,7 @@ use crate::steps::active::Active;
 use crate::steps::shared::{MemoryMail, Payload, ReloadMail};
 use expertd_telemetry::names;
 
-/// Whom the end of a reload is told.
+/// Receiver of a reload's result.
 type Ticket = oneshot::Sender<Result<ReloadReport, String>>;
 
 impl Callers for Processes {

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use expertd_ipc::apart::drop_apart;
 use expertd_ipc::control::CheckpointSource;
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind, LoadFailure, Ranks, Step, Time};
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use super::Processes;
-use crate::apart::drop_apart;
 use crate::cluster::{Group, Loading, ObservedTime};
 use expertd_telemetry::names;
 

@@ -112,7 +112,7 @@ impl Pairs for Int4Zeros {
 
     #[inline(always)]
     unsafe fn pairs(words: __m256i) -> [__m256i; 4] {
-        // SAFETY: the same contract.
+        // SAFETY: the trait function has the contract of the function that is called.
         unsafe { Int4::pairs(words) }
     }
 }
