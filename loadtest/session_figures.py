@@ -82,11 +82,13 @@ class Service:
         command += ["--admin-listen", f"unix:{folder}/admin.sock"]
         if args.max_tokens_per_step:
             command += ["--max-tokens-per-step", args.max_tokens_per_step]
+        if args.service_cores:
+            command += ["--cores", args.service_cores]
         if args.nixl:
             command += ["--network-listen", "127.0.0.1"]
         self.environment = environment(args)
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=self.environment, preexec_fn=on(args.service_cores))
+            self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         begin = time.monotonic()
         while (ready := re.search(r"^ready: listening on ([^\s,]+)", self.text(), re.M)) is None:
             if self.process.poll() is not None or time.monotonic() - begin > args.patience:
@@ -239,7 +241,7 @@ def arguments():
     parser.add_argument("--ways", choices=WAYS, nargs="+", help="[default: all that --device and --nixl allow]")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device of the ranks")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--service-cores", help="cores of the service, such as 0-9 [default: all]")
+    parser.add_argument("--service-cores", help="cores of the ranks, such as 0-9 [default: all]")
     parser.add_argument("--client-cores", help="cores of the clients, and of the bare transport [default: all]")
     parser.add_argument("--client-gpu", type=int, default=0, help="the GPU of CUDA sessions' clients [default: 0, beside rank 0]")
     parser.add_argument("--nixl", type=pathlib.Path, help="folder of NIXL, for network sessions")

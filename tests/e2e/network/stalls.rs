@@ -71,7 +71,10 @@ fn a_client_that_reads_nothing_ends_its_own_session() {
         !alive(agent),
         "after {sent} calls whose answers nobody reads the agent has {most} bytes and lives"
     );
-    println!("{sent} calls, {most} bytes");
+    let reason = client.reason(&runtime);
+    println!("{sent} calls, {most} bytes: {reason}");
+    // It was not refused for what it sent.
+    assert!(sent > 1000 && most > 100 << 20, "{sent} calls, {most} bytes: {reason}");
     eventually(LOST, "its session is gone", || sessions(&service).len() == 1);
     let (request, wanted) = rows.draw();
     check(&honest.forward(&request, LOST).unwrap(), &wanted, &request);

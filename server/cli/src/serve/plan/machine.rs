@@ -34,6 +34,9 @@ pub(super) struct Machine {
     pub(super) spin: Duration,
 }
 
+/// Cores beside those of CPU ranks from which the router's threads may spin.
+const SPARE_CORES: usize = 4;
+
 impl Machine {
     /// Chooses what the settings leave open.
     ///
@@ -77,8 +80,11 @@ impl Machine {
             DeviceKind::Cpu => share_cores(&cores, ranks as usize),
             DeviceKind::Cuda => share_cores_near(&cores, &nodes),
         };
-        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
-        let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
+        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs, and the rest is for other threads.
+        let spare_cores = match device {
+            DeviceKind::Cuda => usable_cores > 2 * ranks as usize,
+            DeviceKind::Cpu => available_cores().len() >= cores.len() + SPARE_CORES,
+        };
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
         Ok(Machine { device, ranks, gpus, fp8_products, usable_cores, shares, nodes, spin })
     }
