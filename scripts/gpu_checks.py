@@ -47,8 +47,10 @@ BUILDS = {
 # The kernels without a service.
 DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["fp8", "gpu", "gpu_placement", "reload"]
-MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints")]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_gpu"]
+MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints", "tiers")]
+# Modules whose services have one GPU rank, whatever number of ranks others have.
+ONE_GPU_RANK = ["tiers_gpu", "sessions::tiers"]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
@@ -165,7 +167,8 @@ def checks_of(programs, gpus, all_ranks, args):
     modules = MODULES + [SOAK] * bool(args.soak)
     for test in ignored(programs["e2e"]):
         if test.rsplit("::", 1)[0] in modules:
-            for ranks in all_ranks:
+            one = test.rsplit("::", 1)[0] in ONE_GPU_RANK
+            for ranks in [1] if one else all_ranks:
                 checks += of_services(programs["e2e"], test, ranks, max(gpus, 1), args)
     order = lambda check: next((at for at, name in enumerate(FIRST) if name in check.name), len(FIRST))
     return sorted(checks, key=order)
