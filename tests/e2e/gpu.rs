@@ -99,6 +99,11 @@ pub(crate) async fn verified_in_both_types(service: &Service, family: &str, rank
     println!("{family}: {ranks} ranks, largest error {f32_rows:.1e} (bf16 rows: {bf16_rows:.1e})");
 }
 
+/// Whether the services refuse the checkpoint, because the portable kernels have no kernel for its format.
+pub fn is_refused(name: &str) -> bool {
+    is_portable() && ["nvfp4", "mxfp8"].iter().any(|format| name.contains(format))
+}
+
 /// Whether the services run the portable kernels, which have no products of FP8.
 pub fn is_portable() -> bool {
     std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable")
@@ -127,7 +132,7 @@ async fn recorded_answers_of_every_family() {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_quantised_checkpoints() {
     let (most, _in_use) = gpus();
-    for name in part(QUANTISED.to_vec()) {
+    for name in part(QUANTISED.to_vec()).into_iter().filter(|name| !is_refused(name)) {
         for ranks in 1..=most {
             // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
             for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
@@ -171,6 +176,9 @@ async fn assert_unpadded(service: &Service) {
 async fn recorded_answers_of_repacked_checkpoints() {
     let (most, _in_use) = gpus();
     for (index, name) in part((0..).zip(REPACKED).collect()) {
+        if is_refused(name) {
+            continue;
+        }
         let ranks = index % most + 1;
         let service = start(name, ranks, &["--fp8-compute", "bf16"]);
         verified_in_both_types(&service, name, ranks, "1e-2").await;

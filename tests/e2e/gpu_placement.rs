@@ -72,7 +72,7 @@ async fn recorded_answers_of_every_family_with_copies_of_experts() {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn recorded_answers_of_quantised_checkpoints_with_copies_of_experts() {
     let _in_use = two_ranks!();
-    for name in part(QUANTISED.to_vec()) {
+    for name in part(QUANTISED.to_vec()).into_iter().filter(|name| !crate::gpu::is_refused(name)) {
         // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
         for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
             if compute == "fp8" && (!name.contains("-fp8-") || crate::gpu::is_portable()) {
