@@ -19,6 +19,9 @@ const PAUSES: [(Duration, Duration); 3] = [
     (Duration::ZERO, Duration::from_micros(20)),
 ];
 
+/// How long a thread polls without a pause while bytes of its own are under way.
+const SENDING: Duration = Duration::from_millis(10);
+
 /// An endpoint, with the calls in flight.
 #[derive(Debug)]
 pub struct Relay {
@@ -65,7 +68,11 @@ pub fn accept_request(
         let text = format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
         return Err(NetworkError::Protocol(text));
     }
-    store(rows, &places.of_request(&request), bytes)?;
+    let own = places.of_request(&request).filter(|_| places.of_answer(&request).is_some());
+    let own = own.ok_or_else(|| {
+        NetworkError::Protocol(format!("call {} with places outside its rows", request.call))
+    })?;
+    store(rows, &own, bytes)?;
     calls.insert(request.call, request);
     Ok(request)
 }
@@ -83,7 +90,8 @@ pub fn accept_completion(
 ) -> Result<Option<CompletionRecord>, NetworkError> {
     let (completion, bytes) = decode::<CompletionRecord>(message)?;
     let Some(request) = calls.remove(&completion.call) else { return Ok(None) };
-    store(rows, &places.of_answer(&request), bytes)?;
+    let own = if completion.code == 0 { places.of_answer(&request) } else { None };
+    store(rows, &own.unwrap_or_default(), bytes)?;
     Ok(Some(completion))
 }
 
@@ -125,8 +133,8 @@ impl Waiting {
             std::hint::spin_loop();
             return None;
         }
-        if is_sending {
-            // The transport moves bytes only while it is polled.
+        // The transport moves bytes only while it is polled. A peer that does not read costs no core.
+        if is_sending && quiet < SENDING {
             std::thread::yield_now();
             return None;
         }
