@@ -89,11 +89,13 @@ fn sessions_listen_on_ports_of_the_range_and_on_the_address() {
         assert!(listeners(false).contains(&("0100007F".to_owned(), port)), "{port}: {:?}", listeners(false));
     }
     let error = try_open(&service).unwrap_err();
-    assert!(matches!(&error, SessionError::Refused { .. }), "{error}");
+    // UCX looks for a free port longer than clients wait.
+    assert!(matches!(&error, SessionError::Refused { .. } | SessionError::Network(_)), "{error}");
     both.iter().for_each(call);
     drop(both);
     eventually(LOST, "agents are gone", || agents(&service).is_empty());
-    call(&open(&service));
+    // The system keeps a port for a minute after the end of a connection.
+    eventually(4 * LOST, "a port is free again", || try_open(&service).map(|session| call(&session)).is_ok());
 }
 
 #[test]

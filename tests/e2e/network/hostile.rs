@@ -119,8 +119,8 @@ impl Client {
     pub(super) fn reason(&mut self, runtime: &tokio::runtime::Runtime) -> String {
         let message =
             runtime.block_on(async { tokio::time::timeout(LOST, self.call.1.message()).await.unwrap() });
-        match message.unwrap().and_then(|message| message.message) {
-            Some(Message::Ended(reason)) => reason,
+        match message {
+            Ok(Some(NetworkSessionResponse { message: Some(Message::Ended(reason)) })) => reason,
             other => panic!("{other:?}"),
         }
     }
