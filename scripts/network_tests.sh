@@ -19,4 +19,5 @@ if command -v tc >/dev/null && ip netns add $probe 2>/dev/null; then
     export EXPERTD_NETWORK_NAMESPACES=1
 fi
 cargo test --locked -p expertd-network --test order -- --ignored
+UCX_TLS=sm,self,tcp cargo test --locked -p expertd-network --test order -- --ignored
 cargo test --locked --test e2e network:: -- --ignored "$@"

@@ -116,6 +116,12 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     let exact = workload.model.placement.iter().all(|rank| rank.device.starts_with("cpu"));
     let tolerance_of = |dtype| if exact && dtype == DType::F32 { 1e-3 } else { 2e-2 };
     let tolerance = args.checks.tolerance.unwrap_or(tolerance_of(args.content.dtype));
+    // Opened before the load begins, and open until the processor times are read: the service ends the processes that serve them.
+    let sessions = match args.session {
+        Some(SessionKind::Host | SessionKind::Network) => session::open_all(args, &workload)?,
+        Some(SessionKind::Cuda) | None => Vec::new(),
+    };
+    let of_checkers = clients_of_checkers(args, &workload).await?;
     let (samples, received) = mpsc::channel(SAMPLES);
     let load = Arc::new(Load {
         workload: Arc::clone(&workload),
@@ -129,7 +135,7 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
         tolerance: args.checks.tolerance.unwrap_or(tolerance_of(DType::F32)),
         max_outstanding: args.shape.max_outstanding.get() as u64,
     });
-    let checkers = check(args, &load, received, tolerance).await?;
+    let checkers = check(of_checkers, &load, received, tolerance);
     let (stop_watching, watched) = oneshot::channel();
     let memory =
         args.output.watch_memory.map(|pid| tokio::spawn(resources::watch(pid, load.period.start, watched)));
@@ -142,12 +148,9 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
             CpuTime::now(watched_pid)
         }
     });
-    // Open until the processor times are read: the service ends the processes that serve them.
-    let mut sessions = Vec::new();
     if args.session == Some(SessionKind::Cuda) {
         drive_cuda(&load, args).await?;
     } else if args.session.is_some() {
-        sessions = session::open_all(args, &workload)?;
         drive_sessions(&load, &args.shape, &sessions).await;
     } else {
         let clients =
@@ -245,26 +248,32 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
     workers.join_all().await;
 }
 
+/// A client for each checker.
+async fn clients_of_checkers(args: &Args, workload: &Workload) -> Result<Vec<Client>, Error> {
+    let mut clients = Vec::new();
+    for _ in 0..CHECKERS {
+        clients.push(match args.session {
+            Some(_) => Client::Session(session::open(args, 1, workload)?),
+            None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
+        });
+    }
+    Ok(clients)
+}
+
 /// Starts the checkers.
-async fn check(
-    args: &Args,
+fn check(
+    clients: Vec<Client>,
     load: &Arc<Load>,
     samples: mpsc::Receiver<check::Sample>,
     tolerance: f64,
-) -> Result<JoinSet<()>, Error> {
+) -> JoinSet<()> {
     let samples = Arc::new(Mutex::new(samples));
     let mut checkers = JoinSet::new();
-    for number in 0..CHECKERS {
-        let workload = &load.workload;
-        let client = match args.session {
-            Some(_) => Client::Session(session::open(args, 1, workload)?),
-            None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
-        };
+    for (client, worker) in clients.into_iter().zip(1_000_000..) {
         let (workload, recorder) = (Arc::clone(&load.workload), Arc::clone(&load.recorder));
-        let worker = 1_000_000 + number;
         checkers.spawn(check::run(workload, recorder, Arc::clone(&samples), client, worker, tolerance));
     }
-    Ok(checkers)
+    checkers
 }
 
 /// Measures a bare echo twice: one request at a time, in turn with the service; then with the load's connections and sizes.
