@@ -9,7 +9,7 @@ use expertd_shm::region::SharedSlice;
 
 use crate::endpoint::Endpoint;
 use crate::library::NetworkError;
-use crate::wire::{Place, Places, Record, decode, encode, store};
+use crate::wire::{Place, Places, Record, are_missing, decode, encode, store};
 
 /// Pauses between two polls of the network, with the time since the last event from which they hold. A transport has no descriptor to
 /// sleep on.
@@ -91,7 +91,11 @@ pub fn accept_completion(
     let (completion, bytes) = decode::<CompletionRecord>(message)?;
     let Some(request) = calls.remove(&completion.call) else { return Ok(None) };
     let own = if completion.code == 0 { places.of_answer(&request) } else { None };
-    store(rows, &own.unwrap_or_default(), bytes)?;
+    let own = own.unwrap_or_default();
+    if are_missing(&own, bytes) {
+        return Err(NetworkError::Protocol(format!("call {} was answered without its output", request.call)));
+    }
+    store(rows, &own, bytes)?;
     Ok(Some(completion))
 }
 

@@ -171,16 +171,16 @@ pub fn decode<R: Record>(message: &[u8]) -> Result<(R, &[u8]), NetworkError> {
     Ok((bytemuck::pod_read_unaligned(record), bytes))
 }
 
-/// Stores the bytes behind a record at its places. No bytes: they were written one-sidedly, or the places have none.
+/// Stores the bytes behind a record at its places. No bytes: they were written one-sidedly, or there are none.
 ///
 /// # Errors
-/// If they are not as many as the places have, or are missing although they are few.
+/// If they are not as many as the places have.
 pub fn store(rows: &SharedSlice<u8>, places: &[Place], bytes: &[u8]) -> Result<(), NetworkError> {
-    let (found, expected) = (bytes.len(), total(places));
-    if found == 0 && (expected == 0 || expected > INLINE_BYTES) {
+    if bytes.is_empty() {
         return Ok(());
     }
-    if found != expected || !places.iter().all(|place| place.is_within(rows.len())) {
+    let found = bytes.len();
+    if found != total(places) || !places.iter().all(|place| place.is_within(rows.len())) {
         return Err(NetworkError::Protocol(format!("{found} bytes of a call whose places have other sizes")));
     }
     let mut rest = bytes;
@@ -190,6 +190,12 @@ pub fn store(rows: &SharedSlice<u8>, places: &[Place], bytes: &[u8]) -> Result<(
         rest = others;
     }
     Ok(())
+}
+
+/// Whether a record came without bytes that would have travelled with it.
+#[must_use]
+pub fn are_missing(places: &[Place], bytes: &[u8]) -> bool {
+    bytes.is_empty() && (1..=INLINE_BYTES).contains(&total(places))
 }
 
 #[cfg(test)]
@@ -238,7 +244,7 @@ mod tests {
             |at: usize| own.iter().any(|place| (place.start..place.start + place.bytes).contains(&at));
         assert!(copy.iter().enumerate().all(|(at, &byte)| byte == if stored(at) { 3 } else { 0 }));
         assert!(store(&to, &own[1..], inline).is_err(), "bytes of other places");
-        assert!(store(&to, &own, &[]).is_err(), "few bytes are missing");
+        assert!(are_missing(&own, &[]) && !are_missing(&own, inline) && !are_missing(&[], &[]));
         assert!(decode::<CompletionRecord>(&message).is_err(), "another kind");
         assert!(decode::<RequestRecord>(&message[..message.len() - 1]).is_err(), "a byte is missing");
 
@@ -246,6 +252,7 @@ mod tests {
         let own = places.of_request(&record).unwrap();
         assert_eq!(encode(&record, &from, &own, &mut message), own);
         assert_eq!(message.len(), 8 + 88);
+        assert!(!are_missing(&own, &[]), "many bytes travel apart");
     }
 
     proptest! {
