@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Measures the accuracy of Hugging Face's MoE blocks in bf16, the standard for GPU ranks, which also compute in bf16.
 
-    python scripts/bf16_reference.py [--device cuda] [FOLDER]
+    python scripts/bf16_reference.py [--device cuda] [--write] [FOLDER]
 
 Loads every checkpoint under FOLDER (default: those in tests/fixtures/golden) in bf16, runs its blocks on the recorded rows, and prints
 the relative L2 error of the rows against the recorded float32 output. Rows that the block's gate routes differently from the
-recording are counted and left out. Needs torch, transformers and safetensors.
+recording are counted and left out. With --write, a file bf16-error beside each recording holds the root mean square, which the test
+`other_checkpoints` allows GPU ranks as well. Needs torch, transformers and safetensors.
 """
 
 import argparse
@@ -67,16 +68,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, nargs="?")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    print("| family | rows | median error | largest error | rows routed differently |")
-    print("|---|---|---|---|---|")
+    print("| family | rows | median error | root mean square | largest error | rows routed differently |")
+    print("|---|---|---|---|---|---|")
     root = arguments.folder or recorded_checkpoints.ROOT / "tests/fixtures/golden"
     for folder in sorted(path.parent for path in root.glob("*/golden.safetensors")):
         if arguments.folder is None:
             folder = recorded_checkpoints.folder(f"golden/{folder.name}")
         found, rerouted = errors(folder, arguments.device)
-        middle, largest = statistics.median(found), max(found)
-        print(f"| {folder.name} | {len(found)} | {middle:.1e} | {largest:.1e} | {rerouted} |", flush=True)
+        middle, mean, largest = statistics.median(found), statistics.fmean(error**2 for error in found) ** 0.5, max(found)
+        print(f"| {folder.name} | {len(found)} | {middle:.1e} | {mean:.1e} | {largest:.1e} | {rerouted} |", flush=True)
+        if arguments.write:
+            (folder / "bf16-error").write_text(f"{mean:.1e}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Runs every test that needs GPUs, a few at a time, each with a time limit, and prints what passed.
 
     scripts/gpu_checks.py [--ranks LIST] [--one-gpu] [--mps] [--soak N] [--chaos SECONDS] [--lanes N] [--limit SECONDS]
-                          [--budget SECONDS] [--logs FOLDER] [--list] [FILTER...]
+                          [--budget SECONDS] [--logs FOLDER] [--resume] [--list] [FILTER...]
 
 Builds the programs with `cargo --release --features cuda` unless --programs names a folder that holds them: `e2e`, `device`,
 `rank_cuda` and `session_cuda` (the tests of those names and of expertd-rank-cuda, built on another machine with nvcc). They look for
@@ -14,7 +14,8 @@ by side instead, and tests that kill or stop ranks are left out, because the end
 use two ranks, as more can block one another (docs/gpu.md). With --one-gpu each test uses one GPU, and --lanes tests run on each.
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
-skipped; a test that was cut off or not begun counts as failed. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
+skipped; a test that was cut off or not begun counts as failed. With --resume, tests that passed before with the same --logs are left
+out. The environment (EXPERTD_NCCL, LD_LIBRARY_PATH) is passed on.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import os
 import pathlib
 import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -45,8 +47,10 @@ BUILDS = {
 # The kernels without a service.
 DEVICE = ["gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["fp8", "gpu", "gpu_placement", "reload"]
-MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints")]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_gpu"]
+MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints", "tiers")]
+# Modules whose services have one GPU rank, whatever number of ranks others have.
+ONE_GPU_RANK = ["tiers_gpu", "sessions::tiers"]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
@@ -64,7 +68,7 @@ KILLS = ["killed", "chaos", "outlives", "scribbles", "kills"]
 FIRST = [SOAK, "chaos", REPLAYED, "kills", "every_family", "quantised", "repacked", "device experts", "device wide"]
 # These tests go through many checkpoints, and are split into as many processes.
 PARTS = {
-    "other_checkpoints::": 8,
+    "other_checkpoints::": 16,
     "recorded_answers_of_every_family": 4,
     "recorded_answers_of_quantised": 4,
     "answers_of_every_family": 4,
@@ -91,6 +95,10 @@ class Check:
     alone: bool = False
     outcome: str = NOT_BEGUN
     seconds: float = 0.0
+
+    def key(self):
+        """The name without the seed, which differs from run to run."""
+        return re.sub(" seed=[0-9]+", "", self.name)
 
 
 def build(names):
@@ -159,7 +167,8 @@ def checks_of(programs, gpus, all_ranks, args):
     modules = MODULES + [SOAK] * bool(args.soak)
     for test in ignored(programs["e2e"]):
         if test.rsplit("::", 1)[0] in modules:
-            for ranks in all_ranks:
+            one = test.rsplit("::", 1)[0] in ONE_GPU_RANK
+            for ranks in [1] if one else all_ranks:
                 checks += of_services(programs["e2e"], test, ranks, max(gpus, 1), args)
     order = lambda check: next((at for at, name in enumerate(FIRST) if name in check.name), len(FIRST))
     return sorted(checks, key=order)
@@ -263,8 +272,11 @@ def main():
     parser.add_argument("--budget", type=float, default=float("inf"), help="time limit of all tests in seconds")
     parser.add_argument("--programs", type=pathlib.Path, help="a folder with the programs, built before")
     parser.add_argument("--logs", type=pathlib.Path, help="a folder for the output of each test [default: a new one]")
+    parser.add_argument("--resume", action="store_true", help="leave out tests that passed before with the same --logs")
     parser.add_argument("--list", action="store_true", help="print the names and exit")
     args = parser.parse_args()
+    if args.resume and not args.logs:
+        parser.error("--resume needs --logs")
     if args.programs:
         programs = {name: str((args.programs / name).resolve()) for name in BUILDS}
     else:
@@ -281,6 +293,9 @@ def main():
         checks = [c for c in checks if not any(text in c.name for text in KILLS)]
     if not checks:
         sys.exit(f"no test has a name with {' or '.join(args.filters)}")
+    if args.resume and (args.logs / PASSED).exists():
+        before = (args.logs / PASSED).read_text().splitlines()
+        checks = [c for c in checks if c.key() not in before]
     if args.list:
         print("\n".join(check.name for check in checks))
         return
@@ -312,6 +327,9 @@ def main():
                 free.put(visible)
         with printing:
             print(f"{check.outcome:9} {check.seconds:6.1f} s  {check.name}", flush=True)
+            if check.outcome == PASSED:
+                with open(logs / PASSED, "a") as file:
+                    print(check.key(), file=file)
             if check.outcome in (FAILED, CUT_OFF):
                 print("".join(f"    | {line[:200]}\n" for line in telling(log)), end="", flush=True)
 

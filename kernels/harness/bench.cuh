@@ -80,7 +80,7 @@ void bench_model(const Model& m, bool tune, const char* flags, const char* only_
             const double mean = double(most) / experts;
             for (int w : {32, 64, 128, 192, 256}) {
                 if (w > (m.format == EXPERTD_BF16 ? 256 : 128)) continue;
-                if (m.format == EXPERTD_MXFP4 || int4_codes(m.format)) list.push_back({0, w});
+                if (m.format == EXPERTD_MXFP4 || m.format >= EXPERTD_INT4) list.push_back({0, w});
                 for (int r : {32, 64, 128, 256})
                     if (m.format != EXPERTD_W8A8 && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }

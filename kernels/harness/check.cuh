@@ -199,7 +199,7 @@ bool check_few_rows(const char* only, bool small_only, int only_format) {
         // 64 tokens have so many tiles that the kernel has as many chunks under way as it may (FewRing::MOST_AHEAD).
         for (int tokens : {1, 2, 8, 64}) good &= check_case(m, experts, draw(m, tokens, rng), layer, ("few: uniform routing, T=" + std::to_string(tokens)).c_str(), false);
     }
-    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS}) {
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8}) {
         if (only != nullptr) break;
         if (only_format >= 0 && format != only_format) continue;
         const bool w8a8 = format == EXPERTD_W8A8; // inter is a multiple of 128
@@ -239,7 +239,7 @@ int check_all(bool small_only, const char* only, int only_format) {
             good &= check_case(m, experts, draw(m, tokens, rng), layer, ("uniform routing, T=" + std::to_string(tokens)).c_str(), tokens == 32);
         }
     }
-    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS}) {
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8}) {
         if (only != nullptr) break;
         if (only_format >= 0 && format != only_format) continue;
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};

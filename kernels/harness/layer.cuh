@@ -27,7 +27,11 @@ __global__ void dequantise_kernel(int format, const uint8_t* codes, const void* 
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < size_t(rows) * k; i += size_t(gridDim.x) * blockDim.x) {
         const size_t row = i / k, column = i % k;
         double value;
-        if (fp8_codes(format)) {
+        if (format == EXPERTD_MXFP8) {
+            value = e4m3_value(codes[i]) * exp2(static_cast<const uint8_t*>(scales)[row * (k / 32) + column / 32] - 127.0);
+        } else if (format == EXPERTD_NVFP4) {
+            value = e2m1_value(codes[i / 2] >> (i % 2 * 4) & 15) * e4m3_value(static_cast<const uint8_t*>(scales)[row * (k / 16) + column / 16]);
+        } else if (fp8_codes(format)) {
             value = e4m3_value(codes[i]) * double(static_cast<const float*>(scales)[row * ((k + 127) / 128) + column / 128]);
         } else if (int4_codes(format)) {
             const size_t group = row * (k / 32) + column / 32;
@@ -73,6 +77,16 @@ __global__ void exponents_kernel(uint8_t* out, size_t n, uint64_t seed, int larg
     }
 }
 
+// NVFP4: scales of 16 k of about `size`. `any`: one in 32 is any code but NaN divided by 256, negative and subnormal ones among them.
+__global__ void e4m3_scales_kernel(uint8_t* out, size_t n, uint64_t seed, float size, bool any) {
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+        const uint64_t bits = mix(seed * 0x100000001ull + i);
+        const float value = size * (0.5f + float(bits >> 40) / float(1 << 24));
+        out[i] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+        if (any && (bits & 31) == 0) out[i] = uint8_t(bits >> 8 & 0x9F); // up to 15/8 times 2^-4
+    }
+}
+
 // INT4: scales of 32 k and zero points from 0 to 15.
 __global__ void groups_kernel(half* scales, uint8_t* zeros, size_t n, uint64_t seed, float size) {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
@@ -82,31 +96,35 @@ __global__ void groups_kernel(half* scales, uint8_t* zeros, size_t n, uint64_t s
     }
 }
 
-// One FP8, MXFP4 or INT4 matrix [rows, k] as a checkpoint stores it.
+// One matrix [rows, k] that is not bf16 as a checkpoint stores it.
 struct Codes {
-    Buffer<uint8_t> codes, exponents, zeros;
+    Buffer<uint8_t> codes, exponents, zeros; // exponents: NVFP4's scales, too
     Buffer<float> scales;
     Buffer<half> groups;
+    int format;
 
-    Codes(int format, int rows, int k) {
+    Codes(int format, int rows, int k) : format(format) {
         const bool fp8 = fp8_codes(format);
         codes = Buffer<uint8_t>(size_t(rows) * k / (fp8 ? 1 : 2));
-        if (fp8) scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
+        if (format == EXPERTD_NVFP4) exponents = Buffer<uint8_t>(size_t(rows) * (k / 16));
+        else if (fp8 && format != EXPERTD_MXFP8) scales = Buffer<float>(size_t(rows) * ((k + 127) / 128));
         else if (int4_codes(format)) groups = Buffer<half>(size_t(rows) * (k / 32)), zeros = Buffer<uint8_t>(groups.count);
         else exponents = Buffer<uint8_t>(size_t(rows) * (k / 32));
     }
     // `any_code`: all are as likely; else FP8 codes are those of normal values.
     void fill(int k, float deviation, int scale_rows, bool any_code) {
-        const bool fp8 = scales.data != nullptr;
+        const bool fp8 = fp8_codes(format);
         if (any_code || !fp8) codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++), fp8);
         else normal_codes_kernel<<<2048, 256>>>(codes.data, codes.count, mix(next_seed++));
         // The root mean square of all codes is 112 for e4m3 and 2.9 for e2m1.
-        if (fp8) {
+        if (scales.data != nullptr) {
             float_scales_kernel<<<256, 256>>>(scales.data, scales.count, mix(next_seed++), deviation / 112, (k + 127) / 128, scale_rows);
         } else if (groups.data != nullptr) { // the root mean square of elements minus zero points is 4.6 with zero point 8 and 6.5 with any
             groups_kernel<<<256, 256>>>(groups.data, zeros.data, groups.count, mix(next_seed++), deviation / 5);
+        } else if (format == EXPERTD_NVFP4) { // rows' scales are near 1 here, so that of the elements is that of all values
+            e4m3_scales_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), deviation / 2.9f, any_code);
         } else {
-            exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / 2.9f))));
+            exponents_kernel<<<256, 256>>>(exponents.data, exponents.count, mix(next_seed++), 128 + int(std::floor(std::log2(deviation / (fp8 ? 112.0f : 2.9f)))));
         }
         CHECK(cudaGetLastError());
     }

@@ -219,7 +219,24 @@ __device__ __forceinline__ RowPlace load_place(const CombineParams& p, uint32_t 
     return load_row_place(p.places + token);
 }
 
-// Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it.
+// Loads four sums of a CPU rank from host memory. The host has seen the CPU rank's word before this kernel was launched, so plain loads
+// suffice, as in copy_in.
+__device__ __forceinline__ float4 load_host(const float* address) {
+    float4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ void add_f32x8(float (&sum)[8], const float4& low, const float4& high) {
+    const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += v[i];
+}
+
+// Stores the result of a piece of this rank's token `token`: `sum`, plus the output of the shared experts if the row includes it, plus
+// the sums of CPU ranks.
 __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, uint32_t piece, uint32_t words, const RowPlace& place,
                                        const Results& results, float (&sum)[kLoads][8]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -232,6 +249,10 @@ __device__ __forceinline__ void finish(const CombineParams& p, uint32_t token, u
         if (word >= words) continue;
         if (shared) {
             add_bf16x8(sum[i], __ldcg(static_cast<const uint4*>(p.shared) + static_cast<uint64_t>(token) * words + word));
+        }
+        for (uint32_t rank = 0; rank < p.sums_count; ++rank) {
+            const float* from = p.sums + rank * p.sums_stride + static_cast<uint64_t>(token) * words * 8 + word * 8;
+            add_f32x8(sum[i], load_host(from), load_host(from + 4));
         }
         store_word(row, word, results.dtype, sum[i]);
     }

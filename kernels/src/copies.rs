@@ -3,7 +3,7 @@
 //! A physical expert is a copy of an expert on a rank. Physical expert `rank * per_rank + i` is the `i`-th expert of `rank`, where
 //! `per_rank` is the largest number of experts that any rank owns in any layer; numbers past a rank's last expert stay unused.
 
-use crate::params::{MAX_EXPERTS, MAX_RANKS};
+use crate::params::{AWAY, MAX_EXPERTS, MAX_RANKS};
 
 /// Number of low bits of an entry that hold the physical expert; see `step.h`.
 pub(crate) const PHYSICAL_BITS: u32 = 16;
@@ -66,6 +66,21 @@ impl CopyTables {
     }
 }
 
+impl CopyTables {
+    /// `[layers, MAX_EXPERTS]`: the index of each expert among a rank's, or [`AWAY`]; see `TierParams::resident` in `step.h`.
+    #[must_use]
+    pub fn resident(&self, rank: usize) -> Vec<u32> {
+        let of_layer = |ranks: &Vec<Vec<u32>>| {
+            let mut indices = [AWAY; MAX_EXPERTS];
+            for (index, &expert) in (0..).zip(ranks.get(rank).into_iter().flatten()) {
+                indices[expert as usize] = index;
+            }
+            indices
+        };
+        self.layers.iter().flat_map(of_layer).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,5 +104,8 @@ mod tests {
         assert_eq!(found, [vec![3], vec![0, 6], vec![1], vec![7], vec![8]]);
         assert_eq!(tables.local_ids(0), [0, 0, 0, 1, 2, 0]);
         assert_eq!(tables.local_ids(2), [0, 0, 0, 1, 3, 4]);
+        let resident = tables.resident(2);
+        assert_eq!(resident[MAX_EXPERTS..][..6], [AWAY, 0, AWAY, 1, 2, AWAY]);
+        assert!(resident[..MAX_EXPERTS].iter().all(|index| *index == AWAY));
     }
 }

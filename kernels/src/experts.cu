@@ -22,12 +22,14 @@ const Entry ENTRIES[] = {
     {setup_w8a8, launch_w8a8, W8a8::MAX_TOKENS},
     {setup_int4, launch_int4, Int4::MAX_TOKENS},
     {setup_int4_zeros, launch_int4_zeros, Int4Zeros::MAX_TOKENS},
+    {setup_nvfp4, launch_nvfp4, Nvfp4::MAX_TOKENS},
+    {setup_mxfp8, launch_mxfp8, Mxfp8::MAX_TOKENS},
 };
 
 template <class... Known> bool one_of(int value, Known... known) { return ((value == known) || ...); }
 
 bool valid(const ExpertdExpertsParams& p) {
-    return p.format >= EXPERTD_BF16 && p.format <= EXPERTD_INT4_ZEROS && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
+    return p.format >= EXPERTD_BF16 && p.format <= EXPERTD_MXFP8 && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
             (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128) ||
             (p.tile_rows == EXPERTD_TILE_TALL && p.format == EXPERTD_W8A8) ||

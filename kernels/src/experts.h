@@ -1,4 +1,4 @@
-/* Launch interface of the expert MLP kernels (bf16 or FP8 rows; bf16, FP8, MXFP4 or INT4 weights; Hopper).
+/* Launch interface of the expert MLP kernels (bf16 or FP8 rows; weights in bf16, FP8, MXFP4, INT4, NVFP4 or MXFP8; Hopper).
  *
  * y[a] = down(act(gate(x[row_index[a]]), up(x[row_index[a]])) * row_weight[a])   for every assignment a
  *
@@ -39,7 +39,9 @@ enum ExpertdFormat {
      * with a scale per row and 128 features. inter is a multiple of 128. */
     EXPERTD_W8A8 = 3,
     EXPERTD_INT4 = 4,      /* 4-bit integers minus 8, with f16 scales per row and 32 k, and f32 scales per row */
-    EXPERTD_INT4_ZEROS = 5 /* the same with a zero point from 0 to 15 for each row and 32 k instead of 8 */
+    EXPERTD_INT4_ZEROS = 5, /* the same with a zero point from 0 to 15 for each row and 32 k instead of 8 */
+    EXPERTD_NVFP4 = 6,     /* e2m1 with e4m3 scales per row and 16 k, and f32 scales per row */
+    EXPERTD_MXFP8 = 7      /* e4m3 with e8m0 scales per row and 32 k, and f32 scales per row */
 };
 
 /* Formats of the rows of x. */
@@ -144,12 +146,13 @@ typedef struct ExpertdPackParams {
 
 int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
 
-/* Rewrites one expert's FP8, MXFP4 or INT4 matrix into units or, for W8A8, panels, device to device. The row scale of a row that holds a NaN
+/* Rewrites one expert's matrix that is not bf16 into units or, for W8A8, panels, device to device. The row scale of a row that holds a NaN
  * code or scale becomes NaN, so the outputs of that row are NaN for any input. */
 typedef struct ExpertdPackNarrowParams {
     const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or nibbles (low one first) */
     const void* second;         /* up [inter][hidden]; null for down */
-    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4: e8m0 [rows][k / 32]; INT4: f16 [rows][k / 32] */
+    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4, MXFP8: e8m0 [rows][k / 32]; INT4: f16 [rows][k / 32];
+                                   NVFP4: e4m3 [rows][k / 16] */
     const void* second_scales;  /* scales of up; null for down */
     const void* first_zeros;    /* INT4 with zero points: bytes [rows][k / 32]; else null */
     const void* second_zeros;   /* zero points of up; null for down */

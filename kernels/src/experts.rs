@@ -40,6 +40,12 @@ pub const W8A8: i32 = 3;
 pub const INT4: i32 = 4;
 /// Weights in INT4 units with zero points from 0 to 15.
 pub const INT4_ZEROS: i32 = 5;
+/// Weights in NVFP4 units.
+pub const NVFP4: i32 = 6;
+/// Weights in MXFP8 units.
+pub const MXFP8: i32 = 7;
+/// Elements of a row that share a scale in [`NVFP4`].
+pub const NVFP4_GROUP: usize = 16;
 /// Elements of a row that share a scale and a zero point in [`INT4`] and [`INT4_ZEROS`].
 pub const INT4_GROUP: usize = 32;
 /// The zero point of [`INT4`].
@@ -176,7 +182,7 @@ pub struct PackParams {
     pub kind: i32,
 }
 
-/// One expert's FP8, MXFP4 or INT4 matrix; see `ExpertdPackNarrowParams` in `experts.h`.
+/// One expert's matrix that is not bf16; see `ExpertdPackNarrowParams` in `experts.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PackNarrowParams {
@@ -184,7 +190,8 @@ pub struct PackNarrowParams {
     pub first: u64,
     /// Codes of up; 0 for down.
     pub second: u64,
-    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4: e8m0 `[rows, k / 32]`; INT4: f16 `[rows, k / 32]`.
+    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4, MXFP8: e8m0 `[rows, k / 32]`; INT4: f16 `[rows, k / 32]`; NVFP4: e4m3
+    /// `[rows, k / 16]`.
     pub first_scales: u64,
     /// Scales of up; 0 for down.
     pub second_scales: u64,
@@ -269,7 +276,7 @@ pub fn matrix_bytes(format: i32, kind: i32, hidden: usize, inter: usize) -> u64 
     unsafe { expertd_experts_matrix_bytes(format, kind, size(hidden), size(inter)) }
 }
 
-/// Launches the conversion of an FP8, MXFP4 or INT4 matrix to units.
+/// Launches the conversion of a matrix that is not bf16 to units.
 ///
 /// # Safety
 /// Addresses must be valid as documented until the launch has ended.
@@ -291,10 +298,10 @@ pub unsafe fn pack_host(params: &PackParams, panels: Range<u64>) -> Result<(), L
     check("experts_pack_host", unsafe { expertd_experts_pack_host(params, panels.start, count) })
 }
 
-/// Rows of a unit of an FP8, MXFP4 or INT4 matrix.
+/// Rows of a unit.
 pub const UNIT_ROWS: usize = 16;
 
-/// Converts an FP8, MXFP4 or INT4 matrix to units on the host. `units` are numbers of units of [`UNIT_ROWS`] rows.
+/// Converts a matrix that is not bf16 to units on the host. `units` are numbers of units of [`UNIT_ROWS`] rows.
 ///
 /// # Errors
 /// If sizes are invalid.

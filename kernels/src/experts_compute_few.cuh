@@ -33,7 +33,7 @@ template <int N> struct FewTokens {
 };
 
 // Whether the scales of 32 k multiply sums. With more tokens that takes more instructions than multiplying weights.
-template <class Format, int N> constexpr bool FEW_SCALED_SUMS = Format::SCALED_GROUPS && N <= 16;
+template <class Format, int N> constexpr bool FEW_SCALED_SUMS = Format::SCALED_GROUPS && N <= 32;
 // Number of accumulators of eight tokens that steps of 16 k use in turn, so that products need not wait for each other. Sums that are
 // scaled are products of their own.
 template <class Format, int N> constexpr int FEW_CHAINS = FEW_SCALED_SUMS<Format, N> ? 1 : N <= 8 ? 4 : N <= 16 ? 2 : 1;

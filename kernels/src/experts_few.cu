@@ -88,6 +88,8 @@ int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
     case EXPERTD_W8A8: return launch_few_of<FewW8a8>(p, stream);
     case EXPERTD_INT4: return launch_few_of<FewInt4>(p, stream);
     case EXPERTD_INT4_ZEROS: return launch_few_of<FewInt4Zeros>(p, stream);
+    case EXPERTD_NVFP4: return launch_few_of<FewNvfp4>(p, stream);
+    case EXPERTD_MXFP8: return launch_few_of<FewMxfp8>(p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

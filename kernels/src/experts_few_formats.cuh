@@ -99,6 +99,11 @@ template <class Format> struct FewNarrow {
             }
         }
     };
+    // The row without a factor.
+    struct PlainRow {
+        uint32_t words[STEPS][2];
+        __device__ __forceinline__ PlainRow(uint32_t rows, bool, bool) { load_row(words, rows); }
+    };
     struct Unit {
         static constexpr int CHUNKS = STEPS / Format::CHUNK_STEPS;
         uint4 chunk[CHUNKS];
@@ -144,6 +149,35 @@ template <class Format> struct FewNarrow {
 using FewMxfp4 = FewNarrow<Mxfp4>;
 using FewFp8 = FewNarrow<Fp8>;
 
+// NVFP4 and MXFP8: elements are multiplied by their scales when they are widened, which is exact.
+template <class Format> struct FewWidened : FewNarrow<Format> {
+    static constexpr int CHUNK_UNITS = 4608 / Format::UNIT_BYTES;  // four in NVFP4, two in MXFP8
+    static constexpr int ROW_SLOTS = CHUNK_UNITS > 2 ? 2 : 1;      // items of more chunks leave room for one
+    static constexpr float SUM_FACTOR = 1.0f;
+
+    using Row = typename FewNarrow<Format>::PlainRow;
+    struct Unit : FewNarrow<Format>::Unit {
+        // Steps go to two sums in turn, so that a product need not wait for the one before it.
+        __device__ __forceinline__ void multiply(float (&sums)[4], const Row& row) const {
+            float part[4] = {};
+#pragma unroll
+            for (int c = 0; c < this->CHUNKS; c++) {
+                uint32_t a[Format::CHUNK_STEPS][4];
+                Format::widen(this->chunk[c], this->scales, c, a);
+#pragma unroll
+                for (int s = 0; s < Format::CHUNK_STEPS; s++) {
+                    const int step = c * Format::CHUNK_STEPS + s;
+                    mma_16x8x16(step % 2 == 0 ? sums : part, a[s], row.words[step][0], row.words[step][1]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i] += part[i];
+        }
+    };
+};
+using FewNvfp4 = FewWidened<Nvfp4>;
+using FewMxfp8 = FewWidened<Mxfp8>;
+
 // INT4. Scales multiply sums over 32 k. Units are multiplied in twos, because the products of one alone wait for each other.
 template <bool ZEROS> struct FewInt4Of : FewNarrow<Int4Of<ZEROS>> {
     using Format = Int4Of<ZEROS>;
@@ -151,10 +185,7 @@ template <bool ZEROS> struct FewInt4Of : FewNarrow<Int4Of<ZEROS>> {
     static constexpr float SUM_FACTOR = 1.0f;
     static constexpr bool IN_TWOS = true;
 
-    struct Row {
-        uint32_t words[BLOCK_K / 16][2];
-        __device__ __forceinline__ Row(uint32_t rows, bool, bool) { FewInt4Of::load_row(words, rows); }
-    };
+    using Row = typename FewNarrow<Format>::PlainRow;
 
     // Adds the products of the units at `at`, of which `units` are there. Elements are loaded two units ahead, in halves; if the number
     // of units is odd, the last one has a neighbour whose sums are not used.

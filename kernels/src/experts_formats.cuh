@@ -1,10 +1,10 @@
-// The device formats of expert weights, and the widening of FP8, MXFP4 and INT4 to wgmma's bf16 fragments. (W8A8 multiplies FP8 weights
+// The device formats of expert weights, and the widening of those that are no bf16 to wgmma's bf16 fragments. (W8A8 multiplies FP8 weights
 // without widening: experts_compute_w8a8.cuh.)
 //
 // Widening is exact: the bits of an e4m3 or e2m1 code become a bf16 value whose exponent is too low by a constant (subnormal codes
-// become subnormals of bf16), which is then multiplied by a power of two. NaN codes need no care here, because packing makes the scale
+// become subnormals of bf16), which is then multiplied by a power of two or, in NVFP4, by a scale. NaN codes need no care here, because packing makes the scale
 // of their row NaN (experts_pack_narrow.cu). The scales of FP8 multiply sums over 128 k, in f32. The scales of INT4 do
-// so with sums over 32 k, for few tokens; for many, scales and their products with elements are rounded to bf16.
+// so with sums over 32 k, for few tokens; for many they multiply the elements, and each product is rounded to bf16 once.
 #pragma once
 
 #include "experts_layout.cuh"
@@ -102,11 +102,15 @@ struct Fp8 : Threads<2, 208, 88> {
         return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     }
 
+    // Puts the bits of a word in the places of bf16's, which gives 2^-120 of the values, and multiplies both pairs.
+    static __device__ __forceinline__ void widen_word(uint32_t word, uint32_t& even, uint32_t& odd, uint32_t of_even, uint32_t of_odd) {
+        const uint32_t low = (rotate_right(word, 4) & 0x87808780) | ((word << 4) & 0x00700070);
+        even = multiply_bf16(word & 0x87F087F0, of_even);
+        odd = multiply_bf16(low, of_odd);
+    }
     static __device__ __forceinline__ void widen_word(uint32_t word, uint32_t& even, uint32_t& odd) {
         constexpr uint32_t POWER = 0x7B807B80; // 2^120 in bf16, twice
-        const uint32_t low = (rotate_right(word, 4) & 0x87808780) | ((word << 4) & 0x00700070);
-        even = multiply_bf16(word & 0x87F087F0, POWER);
-        odd = multiply_bf16(low, POWER);
+        widen_word(word, even, odd, POWER, POWER);
     }
     // Widens a chunk of a k block to the fragments of its steps.
     static __device__ __forceinline__ void widen(const uint4& words, const Scales&, int, uint32_t (*a)[4]) {
@@ -117,9 +121,8 @@ struct Fp8 : Threads<2, 208, 88> {
     }
 };
 
-// What formats of 4 bits have in common. Three consumers: widening is bound by the latency of instructions, which more warps hide
-// (docs/measurements/gpu-experts.md).
-struct FourBits : Threads<3, 144, 80> {
+// What formats have in common whose elements are multiplied by their scales when they are widened, if not noted otherwise.
+template <int CONSUMERS, int CONSUMER, int PRODUCER> struct Widened : Threads<CONSUMERS, CONSUMER, PRODUCER> {
     static constexpr int UNIT_SCALE_BYTES = 0;
     static constexpr int PANEL_ELEMENTS = PANEL_K;
     static constexpr int BLOCK_PANELS = 2;
@@ -132,12 +135,16 @@ struct FourBits : Threads<3, 144, 80> {
     static constexpr bool HALVES = false;
     static constexpr bool FEW_TOKENS_ALONE = true;
     static constexpr bool SCALED_SUMS = false;
+    static constexpr bool SCALED_GROUPS = false; // whether scales of 32 k multiply sums if a warp multiplies few tokens by itself
+};
+
+// Three consumers: widening is bound by the latency of instructions, which more warps hide (docs/measurements/gpu-experts.md).
+struct FourBits : Widened<3, 144, 80> {
     static constexpr int CHUNK_STEPS = 4;
 };
 
 struct Mxfp4 : FourBits {
     static constexpr int UNIT_BYTES = MXFP4_UNIT_BYTES;
-    static constexpr bool SCALED_GROUPS = false; // whether scales of 32 k multiply sums if a warp multiplies few tokens by itself
 
     using Scales = uint2; // four multipliers of row l / 4 and four of row l / 4 + 8 (mxfp4_scale_place)
 
@@ -184,11 +191,61 @@ struct Mxfp4 : FourBits {
     }
 };
 
-__device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b) {
-    uint32_t difference;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    return difference;
+// a b + c, rounded once.
+__device__ __forceinline__ uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
 }
+
+// NVFP4. Elements are in the order of MXFP4's, and each step of 16 k has a scale of its own.
+struct Nvfp4 : FourBits {
+    static constexpr int UNIT_BYTES = NVFP4_UNIT_BYTES;
+
+    using Scales = uint4; // two words of row l / 4 and two of row l / 4 + 8 (nvfp4_scales)
+
+    static __device__ __forceinline__ uint32_t scale_place(int lane) { return MXFP4_ELEMENT_BYTES + lane / 4 * 16; }
+    static __device__ __forceinline__ Scales load_scales_at(uint32_t at, int) { return load_shared_16(at); }
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_scales_at(unit + scale_place(lane), lane); }
+
+    // The scale of step `s` of a panel, twice, as bf16.
+    static __device__ __forceinline__ uint32_t scale_twice(uint32_t four, int s) {
+        const uint32_t two = mask_or(s % 2 == 0 ? four : rotate_right(four, 8), NVFP4_SCALE_BITS, NVFP4_SCALE_REST);
+        return s < 2 ? low_half_twice(two) : high_half_twice(two);
+    }
+    static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
+        const uint32_t low = chunk == 0 ? scales.x : scales.y, high = chunk == 0 ? scales.z : scales.w;
+        uint32_t steps[4][4];
+        Mxfp4::place_block(words.x, words.y, steps[0], steps[1]);
+        Mxfp4::place_block(words.z, words.w, steps[2], steps[3]);
+#pragma unroll
+        for (int s = 0; s < CHUNK_STEPS; s++) {
+#pragma unroll
+            for (int pair = 0; pair < 4; pair++) a[s][pair] = multiply_bf16(steps[s][pair], scale_twice(pair % 2 == 0 ? low : high, s));
+        }
+    }
+};
+
+// MXFP8. Elements are in the order of FP8's, and the exponents in that of MXFP4's.
+struct Mxfp8 : Widened<2, 208, 88> {
+    static constexpr int UNIT_BYTES = MXFP8_UNIT_BYTES;
+    static constexpr int CHUNK_STEPS = 2;
+
+    using Scales = uint2;
+
+    static __device__ __forceinline__ uint32_t scale_place(int lane) { return FP8_ELEMENT_BYTES + lane / 4 * 8; }
+    static __device__ __forceinline__ Scales load_scales_at(uint32_t at, int) { return load_shared_8(at); }
+    static __device__ __forceinline__ Scales load_scales(uint32_t unit, int lane) { return load_scales_at(unit + scale_place(lane), lane); }
+
+    // A chunk is 32 k.
+    static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
+        const uint32_t low = Mxfp4::multiplier(scales.x, chunk), high = Mxfp4::multiplier(scales.y, chunk);
+        Fp8::widen_word(words.x, a[0][0], a[0][1], low, high);
+        Fp8::widen_word(words.y, a[0][2], a[0][3], low, high);
+        Fp8::widen_word(words.z, a[1][0], a[1][1], low, high);
+        Fp8::widen_word(words.w, a[1][2], a[1][3], low, high);
+    }
+};
 
 // Element `half` of two f16.
 __device__ __forceinline__ float half_of(uint32_t two, int half) {
@@ -197,14 +254,21 @@ __device__ __forceinline__ float half_of(uint32_t two, int half) {
     else asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}" : "=f"(value) : "r"(two));
     return value;
 }
-// Two f16, rounded to bf16.
-__device__ __forceinline__ uint32_t bf16_of_halves(uint32_t two) {
-    uint32_t rounded;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(half_of(two, 1)), "f"(half_of(two, 0)));
-    return rounded;
-}
 
-// INT4. The bits of an element become the lowest bits of 128 in bf16, which makes 128 plus the element. ZEROS: zero points are in memory.
+// Two f16 in bf16, each as the sum of its first eight significant bits and of the three that follow.
+struct HalvesInParts {
+    uint32_t coarse, fine;
+    __device__ __forceinline__ explicit HalvesInParts(uint32_t two) {
+        const float low = half_of(two, 0), high = half_of(two, 1);
+        coarse = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632); // cuts the three bits off
+        const float low_rest = low - __uint_as_float(coarse << 16), high_rest = high - __uint_as_float(coarse & 0xFFFF0000);
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(fine) : "f"(high_rest), "f"(low_rest));
+    }
+};
+
+// INT4. The bits of an element are a subnormal bf16, or a normal one with the lowest exponent if an upper bit is set: its integer times
+// 2^-129 or 2^-133, which one instruction multiplies by 2^127 and subtracts the zero point from. That leaves 2^-2 of elements of row l / 4
+// and 2^-6 of those of row l / 4 + 8; the scales of rows contain the rest. ZEROS: zero points are in memory.
 template <bool ZEROS> struct Int4Of : FourBits {
     static constexpr int UNIT_BYTES = ZEROS ? INT4_ZEROS_UNIT_BYTES : INT4_UNIT_BYTES;
     static constexpr bool SCALED_GROUPS = true;
@@ -226,29 +290,36 @@ template <bool ZEROS> struct Int4Of : FourBits {
 
     // The scale of group `g` of one of the lane's rows, given the scales of the row.
     static __device__ __forceinline__ float group_scale(uint32_t first, uint32_t last, int g) { return half_of(g < 2 ? first : last, g % 2); }
-    // 128 plus the zero point of group `g`, twice.
-    static __device__ __forceinline__ uint32_t zero_twice(uint32_t zeros, int g) {
-        return ZEROS ? __byte_perm(zeros, 0x43434343, 0x4040 + 0x0101 * g) : 0x43004300 + 0x00010001 * INT4_MIDDLE;
+    // Minus the zero point of group `g` of row l / 4 (or `further`, the one eight further), times the row's power of two, twice.
+    static __device__ __forceinline__ uint32_t minus_zero(const Scales& scales, bool further, int g) {
+        static_assert(INT4_MIDDLE == 8, "-2 and -1/8");
+        if constexpr (!ZEROS) return further ? 0xBE00BE00 : 0xC000C000;
+        const uint32_t and_128 = __byte_perm(further ? scales.zeros.y : scales.zeros.x, 0x43434343, 0x4040 + 0x0101 * g);
+        return further ? multiply_add_bf16(and_128, 0xBC80BC80, 0x40004000)  // 2 - (128 + zero) / 64
+                       : multiply_add_bf16(and_128, 0xBE80BE80, 0x42004200); // 32 - (128 + zero) / 4
     }
-    // Fragments of a step of group `g`: the elements minus their zero points.
+    // Fragments of a step of group `g`: the elements minus their zero points, times their rows' powers of two.
     static __device__ __forceinline__ void integers(uint32_t word, const Scales& scales, int g, uint32_t (&a)[4]) {
+        constexpr uint32_t POWER = 0x7F007F00; // 2^127 in bf16, twice
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {
-            const uint32_t zero = zero_twice(pair % 2 == 0 ? scales.zeros.x : scales.zeros.y, g);
-            a[pair] = subtract_bf16(mask_or(word >> (4 * pair), 0x000F000F, 0x43004300), zero);
+            const uint32_t bits = (pair < 2 ? word : word >> 8) & (pair % 2 == 0 ? 0x00F000F0 : 0x000F000F);
+            a[pair] = multiply_add_bf16(bits, POWER, minus_zero(scales, pair % 2 != 0, g));
         }
     }
     static __device__ __forceinline__ void widen(const uint4& words, const Scales& scales, int chunk, uint32_t (*a)[4]) {
         const uint32_t of[4] = {words.x, words.y, words.z, words.w};
-        const uint32_t low = bf16_of_halves(chunk == 0 ? scales.scales.x : scales.scales.y); // of two groups
-        const uint32_t high = bf16_of_halves(chunk == 0 ? scales.scales.z : scales.scales.w);
+        // Of two groups. An element has at most four significant bits, so its product with the fine part of a scale is exact.
+        const HalvesInParts low(chunk == 0 ? scales.scales.x : scales.scales.y), high(chunk == 0 ? scales.scales.z : scales.scales.w);
 #pragma unroll
         for (int s = 0; s < CHUNK_STEPS; s++) {
             integers(of[s], scales, 2 * chunk + s / 2, a[s]);
 #pragma unroll
             for (int pair = 0; pair < 4; pair++) {
-                const uint32_t two = pair % 2 == 0 ? low : high;
-                a[s][pair] = multiply_bf16(a[s][pair], s / 2 == 0 ? low_half_twice(two) : high_half_twice(two));
+                const HalvesInParts& two = pair % 2 == 0 ? low : high;
+                const uint32_t coarse = s / 2 == 0 ? low_half_twice(two.coarse) : high_half_twice(two.coarse);
+                const uint32_t fine = s / 2 == 0 ? low_half_twice(two.fine) : high_half_twice(two.fine);
+                a[s][pair] = multiply_add_bf16(a[s][pair], coarse, multiply_bf16(a[s][pair], fine));
             }
         }
     }

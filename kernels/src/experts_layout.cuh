@@ -7,7 +7,7 @@
 // bf16: wgmma reads weights from shared memory. The layout is [k / 64][rows][64], 128 bytes per row. In a row the eight 16-byte chunks
 // are permuted by the row number, which is the 128-byte swizzle that wgmma expects. x_panels and h have the same layout.
 //
-// FP8, MXFP4, INT4: wgmma reads weights from registers, after the threads have widened them. The layout is [ceil(k / 128)][rows / 16][unit].
+// FP8, MXFP4, NVFP4, MXFP8, INT4: wgmma reads weights from registers, after the threads have widened them. The layout is [ceil(k / 128)][rows / 16][unit].
 // In a unit the elements of a panel that a lane needs are together in 16-byte chunks, in the order of lanes, so a warp reads its unit
 // without bank conflicts. The unit's scales follow its elements. The bits of a chunk's words are arranged so that widening needs few
 // instructions (fp8_word, mxfp4_words, int4_word). If k / 64 is odd, the second panel of the last k block is zeros.
@@ -31,7 +31,7 @@ constexpr int PANEL_K = 64;          // elements of k in a panel
 constexpr int PANEL_ROW_BYTES = 128; // bytes of a bf16 row in a panel
 constexpr int SWIZZLE_BYTES = 1024;  // alignment of wgmma's operands in shared memory
 constexpr int UNIT_ROWS = 16;        // rows of a unit, which are one warp's rows of wgmma's M
-constexpr int BLOCK_K = 128;         // elements of k in a unit of FP8, MXFP4 or INT4, and in a panel of W8A8
+constexpr int BLOCK_K = 128;         // elements of k in a unit of a format that is widened, and in a panel of W8A8
 
 // Index of element (row, k) of a bf16 matrix with `rows` rows.
 EXPERTD_HD uint64_t panel_index(uint64_t row, uint64_t k, uint64_t rows) {
@@ -130,9 +130,48 @@ EXPERTD_HD uint32_t mxfp4_scales(const uint8_t fields[4]) {
     return word << 7 | word >> 25;
 }
 
+// ---- NVFP4: elements as in MXFP4, then [8][2][2] words of scales ----
+//
+// The word [l / 4][i][p] has the scales of row l / 4 + 8 i for the four 16 k of panel p, a byte for each: five bits of exponent and three of
+// mantissa, which hold every positive e4m3 value. If a scale is negative, its elements have the other sign, and if it is zero, they are zero.
+constexpr int NVFP4_GROUP = 16;
+constexpr int NVFP4_UNIT_BYTES = MXFP4_ELEMENT_BYTES + UNIT_ROWS * BLOCK_K / NVFP4_GROUP;
+
+// The magnitude of an e4m3 code that is neither zero nor NaN.
+EXPERTD_HD uint8_t nvfp4_scale(uint8_t code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent != 0) return uint8_t((exponent + 3) << 3 | mantissa);
+    int shift = 1; // of the mantissa to the left, so that its leading one is the bit before it
+    while ((mantissa << shift & 8) == 0) shift++;
+    return uint8_t((4 - shift) << 3 | (mantissa << shift & 7));
+}
+// The element's code under a scale.
+EXPERTD_HD uint8_t nvfp4_element(uint8_t element, uint8_t scale) { return (scale & 0x7F) == 0 ? 0 : element ^ (scale >> 4 & 8); }
+
+// Bytes 0 and 2 are at the exponent and mantissa fields of the halves of a bf16 pair, bytes 1 and 3 after a rotation to the right by 8.
+EXPERTD_HD uint32_t nvfp4_scales(const uint8_t scales[4]) {
+    const uint32_t word = scales[0] | scales[1] << 8 | scales[2] << 16 | uint32_t(scales[3]) << 24;
+    return word << 4 | word >> 28;
+}
+
+// With the upper exponent bits set, a byte is 2^107 times the scale as bf16. An element is widened to 2^-126 of its value. The product is
+// exact, and a row's scale contains the rest.
+constexpr uint32_t NVFP4_SCALE_BITS = 0x0FF00FF0, NVFP4_SCALE_REST = 0x70007000;
+constexpr int NVFP4_ROW_EXPONENT = 126 - 107;
+
+// ---- MXFP8: elements as in FP8, then exponents as in MXFP4 ----
+//
+// Widening gives 2^-120 of an e4m3 value, and the exponent field of its multiplier is code + 120 - offset.
+constexpr int MXFP8_UNIT_BYTES = FP8_ELEMENT_BYTES + UNIT_ROWS * 4;
+constexpr int MXFP8_LARGEST = 134; // largest code that needs no offset
+EXPERTD_HD uint8_t mxfp8_multiplier(int code, int offset) {
+    const int field = code + 120 - offset;
+    return uint8_t(field < 0 ? 0 : field);
+}
+
 // ---- INT4: 1024 bytes of elements, [2 panels][32 lanes][4 words], then f16 [8][2][4] scales, then [8][4] bytes of zero points ----
 //
-// A word holds a step. Each of its halves has an element of every pair p, at bits 4 p to 4 p + 3. The scale of row l / 4 + 8 i and 32 k
+// A word holds a step. Each of its halves has an element of every pair p, at the four bits from int4_place(p) on. The scale of row l / 4 + 8 i and 32 k
 // number g is at [l / 4][i][g]; the zero points of both rows are the low and high half of byte [l / 4][g]. Wider groups repeat theirs.
 // EXPERTD_INT4 has no zero points in memory: all are INT4_MIDDLE.
 constexpr int INT4_MIDDLE = 8;
@@ -143,10 +182,15 @@ constexpr int INT4_ZEROS = INT4_ELEMENT_BYTES + UNIT_ROWS * INT4_GROUPS * 2; // 
 constexpr int INT4_UNIT_BYTES = INT4_ZEROS;
 constexpr int INT4_ZEROS_UNIT_BYTES = INT4_ZEROS + UNIT_ROWS * INT4_GROUPS / 2;
 
+// Elements of row l / 4 are four bits further than those of row l / 4 + 8, so that one shift serves two pairs. Widening leaves a part of
+// their values, and a row's scale contains the rest.
+EXPERTD_HD int int4_place(int pair) { return 4 * (pair ^ 1); }
+EXPERTD_HD int int4_row_exponent(int i) { return i == 0 ? 2 : 6; } // of row l / 4 + 8 i
+
 EXPERTD_HD uint32_t int4_word(const uint8_t codes[4][2]) {
     uint32_t word = 0;
     for (int pair = 0; pair < 4; pair++) {
-        for (int half = 0; half < 2; half++) word |= uint32_t(codes[pair][half]) << (16 * half + 4 * pair);
+        for (int half = 0; half < 2; half++) word |= uint32_t(codes[pair][half]) << (16 * half + int4_place(pair));
     }
     return word;
 }

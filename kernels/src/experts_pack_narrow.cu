@@ -1,8 +1,8 @@
-// Rewrites row-major FP8, MXFP4 and INT4 checkpoint weights into the units and panels of experts_layout.cuh.
+// Rewrites row-major checkpoint weights that are not bf16 into the units and panels of experts_layout.cuh.
 //
 // A warp writes the units of 16 rows, one k block after the other; each lane gathers the elements that it will hold in the expert
 // kernel. The scale of a row that contains a NaN becomes NaN, because the expert kernel widens the two NaN codes of e4m3 to ±480 and
-// the NaN exponent of e8m0 to some power of two.
+// the NaN exponent of e8m0 to some power of two; in NVFP4 also that of a row with a NaN scale.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -52,6 +52,25 @@ EXPERTD_HD void write_row_scale(const ExpertdPackNarrowParams& p, int index, int
     p.row_scales[index] = nan ? scale : ldexpf(p.row_scales_in[index], exponent);
 }
 
+// Writes the lane's elements of k block `block` of a unit in e4m3, and sets `nan` for each of the lane's two rows if one is a NaN.
+EXPERTD_HD void pack_e4m3(const Rows& rows, uint8_t* out, int block, int lane, int k, bool nan[2]) {
+    for (int step = 0; step < BLOCK_K / 16; step++) {
+        uint8_t codes[4][2];
+        for (int pair = 0; pair < 4; pair++) {
+            for (int i = 0; i < 2; i++) {
+                const int column = block * BLOCK_K + fragment_k(lane, step, pair) + i;
+                const uint8_t code = column < k ? rows.codes[pair % 2][column] : 0;
+                nan[pair % 2] |= (code & 0x7F) == 0x7F;
+                codes[pair][i] = code;
+            }
+        }
+        // A chunk of 16 bytes holds two steps; a lane has two chunks of a panel.
+        uint32_t* words = reinterpret_cast<uint32_t*>(out + step / 2 * 512 + lane * 16) + step % 2 * 2;
+        words[0] = fp8_word(codes[0], codes[1]);
+        words[1] = fp8_word(codes[2], codes[3]);
+    }
+}
+
 // Sets `nan` for each of the lane's two rows if the lane's part of it contains a NaN.
 EXPERTD_HD Rows pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k, bool nan[2]) {
     const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
@@ -59,21 +78,7 @@ EXPERTD_HD Rows pack_fp8(const ExpertdPackNarrowParams& p, int unit, int units, 
     nan[0] = nan[1] = false;
     for (int block = 0; block < blocks; block++) {
         uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * FP8_UNIT_BYTES;
-        for (int step = 0; step < BLOCK_K / 16; step++) {
-            uint8_t codes[4][2];
-            for (int pair = 0; pair < 4; pair++) {
-                for (int i = 0; i < 2; i++) {
-                    const int column = block * BLOCK_K + fragment_k(lane, step, pair) + i;
-                    const uint8_t code = column < k ? rows.codes[pair % 2][column] : 0;
-                    nan[pair % 2] |= (code & 0x7F) == 0x7F;
-                    codes[pair][i] = code;
-                }
-            }
-            // A chunk of 16 bytes holds two steps; a lane has two chunks of a panel.
-            uint32_t* words = reinterpret_cast<uint32_t*>(out + step / 2 * 512 + lane * 16) + step % 2 * 2;
-            words[0] = fp8_word(codes[0], codes[1]);
-            words[1] = fp8_word(codes[2], codes[3]);
-        }
+        pack_e4m3(rows, out, block, lane, k, nan);
         if (lane % 4 < 2) {
             float* scales = reinterpret_cast<float*>(out + FP8_ELEMENT_BYTES);
             scales[lane / 4 * 2 + lane % 4] = reinterpret_cast<const float*>(rows.scales[lane % 4])[block];
@@ -116,8 +121,8 @@ EXPERTD_HD int largest_exponent(const uint8_t* scales, int lane, int k) {
     return largest;
 }
 
-// The exponent that a row's scale takes over, given the row's largest exponent.
-EXPERTD_HD int row_offset(int largest) { return largest == 255 || largest < MXFP4_LARGEST ? 0 : largest - MXFP4_LARGEST; }
+// The exponent that a row's scale takes over, given the row's largest exponent and the largest that the format takes.
+EXPERTD_HD int row_offset(int largest, int fits) { return largest == 255 || largest < fits ? 0 : largest - fits; }
 
 // `offset` is that of the lane's two rows.
 EXPERTD_HD void pack_mxfp4(const ExpertdPackNarrowParams& p, const Rows& rows, const int offset[2], int unit, int units, int lane, int k) {
@@ -148,6 +153,62 @@ EXPERTD_HD void pack_mxfp4(const ExpertdPackNarrowParams& p, const Rows& rows, c
             reinterpret_cast<uint32_t*>(out + MXFP4_ELEMENT_BYTES)[lane / 4 * 2 + lane % 4] = mxfp4_scales(fields);
         }
     }
+}
+
+// Sets `nan` as pack_fp8 does. `offset` is that of the lane's two rows.
+EXPERTD_HD void pack_mxfp8(const ExpertdPackNarrowParams& p, const Rows& rows, const int offset[2], int unit, int units, int lane, int k, bool nan[2]) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
+    nan[0] = nan[1] = false;
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * MXFP8_UNIT_BYTES;
+        pack_e4m3(rows, out, block, lane, k, nan);
+        if (lane % 4 < 2) {
+            uint8_t fields[4];
+            for (int i = 0; i < 4; i++) {
+                const int group = block * (BLOCK_K / 32) + i;
+                fields[i] = mxfp8_multiplier(group < k / 32 ? rows.scales[lane % 4][group] : 0, offset[lane % 4]);
+            }
+            reinterpret_cast<uint32_t*>(out + FP8_ELEMENT_BYTES)[lane / 4 * 2 + lane % 4] = mxfp4_scales(fields);
+        }
+    }
+}
+
+// Sets `nan` for each of the lane's two rows if one of its scales is a NaN. All lanes of a row find the same.
+EXPERTD_HD Rows pack_nvfp4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k, bool nan[2]) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K, groups = k / NVFP4_GROUP;
+    const Rows rows = find_rows(p, unit, lane, k / 2, groups);
+    for (int i = 0; i < 2; i++) {
+        nan[i] = false;
+        for (int group = 0; group < groups; group++) nan[i] |= (rows.scales[i][group] & 0x7F) == 0x7F;
+    }
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * NVFP4_UNIT_BYTES;
+        for (int panel = 0; panel < 2; panel++) {
+            uint32_t words[4];
+            for (int half = 0; half < 2; half++) { // each half is two steps, which are groups
+                uint8_t codes[8][2];
+                for (int pair = 0; pair < 8; pair++) {
+                    const int step = panel * 4 + half * 2 + pair / 4, column = block * BLOCK_K + fragment_k(lane, step, pair % 4);
+                    const uint8_t both = column < k ? rows.codes[pair % 2][column / 2] : 0;
+                    const uint8_t scale = column < k ? rows.scales[pair % 2][column / NVFP4_GROUP] : 0;
+                    codes[pair][0] = nvfp4_element(both & 15, scale);
+                    codes[pair][1] = nvfp4_element(both >> 4, scale);
+                }
+                mxfp4_words(codes, words + 2 * half);
+            }
+            *reinterpret_cast<uint4*>(out + panel * 512 + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        // A lane writes one word of scales.
+        const int row = lane % 4 / 2, panel = lane % 2;
+        uint8_t scales[4];
+        for (int i = 0; i < 4; i++) {
+            const int group = block * (BLOCK_K / NVFP4_GROUP) + panel * 4 + i;
+            const uint8_t code = group < groups ? rows.scales[row][group] : 0;
+            scales[i] = (code & 0x7F) == 0 ? 0 : nvfp4_scale(code);
+        }
+        reinterpret_cast<uint32_t*>(out + MXFP4_ELEMENT_BYTES)[lane] = nvfp4_scales(scales);
+    }
+    return rows;
 }
 
 // Groups past the last k have scale 0, so their elements are zeros.
@@ -182,7 +243,7 @@ EXPERTD_HD void pack_int4(const ExpertdPackNarrowParams& p, int unit, int units,
         for (int i = 0; i < 2; i++) scales[i * INT4_GROUPS] = inside ? reinterpret_cast<const uint16_t*>(rows.scales[i])[group] : 0;
         if (with_zeros) out[INT4_ZEROS + lane / 4 * INT4_GROUPS + number] = inside ? uint8_t(zeros[0][group] | zeros[1][group] << 4) : 0;
     }
-    for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, false, 0);
+    for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, false, int4_row_exponent(i));
 }
 
 // Whether the elements are integers of 4 bits.
@@ -199,15 +260,22 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
         pack_w8a8(p, unit, units, lane, k);
     } else if (is_int4(p.format)) {
         pack_int4(p, unit, units, lane, k);
+    } else if (p.format == EXPERTD_NVFP4) {
+        bool nan[2];
+        const Rows rows = pack_nvfp4(p, unit, units, lane, k, nan);
+        for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, nan[i], NVFP4_ROW_EXPONENT);
     } else {
-        const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
-        int offset[2];
+        const bool bytes = p.format == EXPERTD_MXFP8; // otherwise MXFP4
+        const Rows rows = find_rows(p, unit, lane, bytes ? k : k / 2, k / 32);
+        int largest[2], offset[2];
         for (int i = 0; i < 2; i++) {
-            const int largest = quad_max(largest_exponent(rows.scales[i], lane, k));
-            offset[i] = row_offset(largest);
-            write_row_scale(p, rows.index[i], lane, largest == 255, offset[i]);
+            largest[i] = quad_max(largest_exponent(rows.scales[i], lane, k));
+            offset[i] = row_offset(largest[i], bytes ? MXFP8_LARGEST : MXFP4_LARGEST);
         }
-        pack_mxfp4(p, rows, offset, unit, units, lane, k);
+        bool nan[2] = {false, false};
+        if (bytes) pack_mxfp8(p, rows, offset, unit, units, lane, k, nan);
+        else pack_mxfp4(p, rows, offset, unit, units, lane, k);
+        for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, largest[i] == 255 || quad_max(nan[i]) != 0, offset[i]);
     }
 }
 
@@ -222,6 +290,14 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
         for (int lane = 0; lane < LANES; lane++) pack_int4(p, unit, units, lane, k);
         return;
     }
+    if (p.format == EXPERTD_NVFP4) {
+        for (int lane = 0; lane < LANES; lane++) {
+            bool nan[2];
+            const Rows rows = pack_nvfp4(p, unit, units, lane, k, nan);
+            for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, nan[i], NVFP4_ROW_EXPONENT);
+        }
+        return;
+    }
     for (int quad = 0; quad < LANES; quad += 4) {
         if (p.format == EXPERTD_FP8) {
             bool any[2] = {false, false};
@@ -234,25 +310,33 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
             for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], quad, any[i], 0);
             continue;
         }
-        const Rows rows = find_rows(p, unit, quad, k / 2, k / 32);
+        const bool bytes = p.format == EXPERTD_MXFP8; // otherwise MXFP4
+        const Rows rows = find_rows(p, unit, quad, bytes ? k : k / 2, k / 32);
         int offset[2];
+        bool any[2];
         for (int i = 0; i < 2; i++) {
             int largest = 0;
             for (int lane = quad; lane < quad + 4; lane++) {
                 const int of_lane = largest_exponent(rows.scales[i], lane, k);
                 largest = of_lane > largest ? of_lane : largest;
             }
-            offset[i] = row_offset(largest);
-            write_row_scale(p, rows.index[i], quad, largest == 255, offset[i]);
+            offset[i] = row_offset(largest, bytes ? MXFP8_LARGEST : MXFP4_LARGEST);
+            any[i] = largest == 255;
         }
-        for (int lane = quad; lane < quad + 4; lane++) pack_mxfp4(p, rows, offset, unit, units, lane, k);
+        for (int lane = quad; lane < quad + 4; lane++) {
+            bool nan[2] = {false, false};
+            if (bytes) pack_mxfp8(p, rows, offset, unit, units, lane, k, nan);
+            else pack_mxfp4(p, rows, offset, unit, units, lane, k);
+            for (int i = 0; i < 2; i++) any[i] |= nan[i];
+        }
+        for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], quad, any[i], offset[i]);
     }
 }
 
 bool is_valid(const ExpertdPackNarrowParams& p) {
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
     return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 &&
-           p.format > EXPERTD_BF16 && p.format <= EXPERTD_INT4_ZEROS && p.first != nullptr &&
+           p.format > EXPERTD_BF16 && p.format <= EXPERTD_MXFP8 && p.first != nullptr &&
            (p.format != EXPERTD_INT4_ZEROS || (p.first_zeros != nullptr && (!gate_up || p.second_zeros != nullptr))) &&
            p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
            p.row_scales != nullptr && p.units != nullptr;
@@ -289,6 +373,8 @@ extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, i
     const uint64_t unit = format == EXPERTD_MXFP4        ? expertd::MXFP4_UNIT_BYTES
                           : format == EXPERTD_INT4       ? expertd::INT4_UNIT_BYTES
                           : format == EXPERTD_INT4_ZEROS ? expertd::INT4_ZEROS_UNIT_BYTES
+                          : format == EXPERTD_NVFP4      ? expertd::NVFP4_UNIT_BYTES
+                          : format == EXPERTD_MXFP8      ? expertd::MXFP8_UNIT_BYTES
                                                          : expertd::FP8_UNIT_BYTES;
     return rows / expertd::UNIT_ROWS * ((k + expertd::BLOCK_K - 1) / expertd::BLOCK_K) * unit;
 }

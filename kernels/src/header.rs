@@ -8,7 +8,7 @@ use crate::layout::WindowLayout;
 use crate::params::{
     CombineParams, Completion, CopyInParams, CopyOutParams, DispatchParams, GateLayer, GateParams, Group,
     MAX_BLOCKS, MAX_CHUNKS, MAX_EXPERTS, MAX_RAISES, MAX_RANKS, MAX_TOP_K, PHASES, ROW_PLACE_BYTES, Raise,
-    ScaleParams, Segment, SharedParams, SlotState, StepRequest,
+    ScaleParams, Segment, SharedParams, SlotState, StepRequest, TierParams,
 };
 
 /// Name, offset and size of a field; offset and size are in bytes.
@@ -159,7 +159,9 @@ fn kernel_parameters_mirror_step_h() {
     assert_mirrors!(h, "DispatchParams", DispatchParams: group, tokens, topk_ids, topk_weights, expert_offsets, row_index,
         row_weight, position, block_counts, fp8_rows, power_of_two_scales);
     assert_mirrors!(h, "CombineParams", CombineParams: group, expert_out, position, topk_ids, topk_weights, shared, places,
-        out, experts_done, first_row, end_row);
+        out, experts_done, first_row, end_row, sums, sums_stride, sums_count, reserved);
+    assert_mirrors!(h, "TierParams", TierParams: state, tokens, topk_ids, topk_weights, resident, local_ids, local_weights,
+        sent_ids, sent_weights, sent_rows, sent, failed, generation, hidden, top_k, max_tokens, reserved);
     assert_mirrors!(h, "ScaleParams", ScaleParams: group, rows, expert_offsets, row_index, row_weight, out);
     assert_mirrors!(h, "GateLayer", GateLayer: weight, weight_low, logit_bias, correction_bias, token_table);
     assert_mirrors!(h, "GateParams", GateParams: state, layers, tokens, tokens_low, token_ids, places, topk_ids, topk_weights,
@@ -188,5 +190,5 @@ fn expert_parameters_mirror_experts_h() {
     assert_mirrors!(h, "ExpertdPackParams", PackParams: first, second, panels, expert_stride, experts, hidden, inter,
         kind);
     assert_mirrors!(h, "ExpertdPackNarrowParams", PackNarrowParams: first, second, first_scales, second_scales,
-        row_scales_in, row_scales, units, hidden, inter, kind, format);
+        first_zeros, second_zeros, row_scales_in, row_scales, units, hidden, inter, kind, format);
 }

@@ -8,6 +8,7 @@ use cudarc::driver::sys::CUstream;
 
 use crate::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, ScaleParams, SharedParams,
+    TierParams,
 };
 
 unsafe extern "C" {
@@ -21,6 +22,7 @@ unsafe extern "C" {
     fn expertd_shared(params: *const SharedParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_in(params: *const CopyInParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_copy_out(params: *const CopyOutParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
+    fn expertd_tier(params: *const TierParams, count: u32, blocks: u32, stream: *mut c_void) -> c_int;
     fn expertd_error_string(code: c_int) -> *const c_char;
 }
 
@@ -83,6 +85,10 @@ launcher! {
 launcher! {
     /// Makes the assignments of the shared experts.
     shared(SharedParams, blocks) = expertd_shared
+}
+launcher! {
+    /// Sends a step's rows to CPU ranks, and divides the gate's choices.
+    tier(TierParams, blocks) = expertd_tier
 }
 launcher! {
     /// Copies from host staging to device memory.

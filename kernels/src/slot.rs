@@ -153,11 +153,8 @@ impl SlotBuffers {
             topk_ids: self.topk_ids.address(),
             topk_weights: self.topk_weights.address(),
             shared,
-            places: 0,
             out: self.out.address(),
-            experts_done: 0,
-            first_row: 0,
-            end_row: 0,
+            ..CombineParams::default()
         }
     }
 

@@ -191,8 +191,37 @@ struct CombineParams {
     uint64_t* experts_done;      // mapped: set to the step's number when its experts have ended; or null
     uint32_t first_row;          // rows before it are combined by earlier launches
     uint32_t end_row;            // later launches combine the rows from it on; 0: none
+    const float* sums;           // mapped: f32 [T][H] of the first CPU rank of a mixed group, in a group of one kernel rank; or null
+    uint64_t sums_stride;        // elements from there to the sums of the next CPU rank
+    uint32_t sums_count;         // number of CPU ranks
+    uint32_t reserved;
 };
-static_assert(sizeof(CombineParams) == 272, "mirrored in src/params");
+static_assert(sizeof(CombineParams) == 296, "mirrored in src/params");
+
+// In TierParams::resident: a CPU rank owns the expert. As an index of a resident expert it is out of range.
+constexpr uint32_t kAway = 0xffff;
+
+// Divides the gate's choices between this rank alone and the CPU ranks of a mixed group, and sends those the step's rows.
+struct TierParams {
+    SlotState* state;
+    const void* tokens;          // bf16 [T][H]
+    const int32_t* topk_ids;     // [T][k]
+    const float* topk_weights;   // [T][k]
+    const uint32_t* resident;    // [layers][kMaxExperts]: index of each expert among this rank's, or kAway
+    int32_t* local_ids;          // [T][k]: these indices
+    float* local_weights;        // [T][k]: 0 for experts of CPU ranks
+    int32_t* sent_ids;           // mapped, [T][k]: experts of CPU ranks; -1 for the others
+    float* sent_weights;         // mapped, [T][k]
+    void* sent_rows;             // mapped, bf16 [T][H]
+    uint64_t* sent;              // mapped: generation | step, stored last
+    uint64_t* failed;            // mapped: step, if it had failed before; CPU ranks are not told of it then
+    uint64_t generation;         // generation << kSequenceBits
+    uint32_t hidden;
+    uint32_t top_k;
+    uint32_t max_tokens;
+    uint32_t reserved;
+};
+static_assert(sizeof(TierParams) == 120, "mirrored in src/params");
 
 enum ScoreFn : uint32_t { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2, kSqrtSoftplus = 3, kSparseMixer = 4 };
 enum Choice : uint32_t { kByScores = 0, kByLogits = 1, kByTokenIds = 2 };
@@ -325,6 +354,7 @@ int expertd_dispatch(const expertd::DispatchParams* params, uint32_t count, uint
 int expertd_combine(const expertd::CombineParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_meet(const expertd::Group* groups, uint32_t count, uint32_t blocks, void* stream);
 int expertd_scale(const expertd::ScaleParams* params, uint32_t count, uint32_t blocks, void* stream);
+int expertd_tier(const expertd::TierParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_shared(const expertd::SharedParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_copy_in(const expertd::CopyInParams* params, uint32_t count, uint32_t blocks, void* stream);
 int expertd_copy_out(const expertd::CopyOutParams* params, uint32_t count, uint32_t blocks, void* stream);

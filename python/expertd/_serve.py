@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._types import GraphFailure, Session
 
 _LOG_LINES = 200
-_READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>\S+)")
+_READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>[^\s,]+)")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,22 @@ _WAY_OUT = (
     "again (expertd reload), load the model again, or let it follow reloads: remote_experts(…, follow_weights=True), or "
     "EXPERTD_FOLLOW_WEIGHTS=1 for vLLM and SGLang"
 )
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _with_way_out(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`method`, whose WeightVersionError also says what the caller can do."""
+
+    @functools.wraps(method)
+    def explained(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return method(*args, **kwargs)
+        except WeightVersionError as error:
+            raise WeightVersionError(f"{error}. {_WAY_OUT}", code=error.code, reason=error.reason) from error
+
+    return explained
 
 
 class Remote:
@@ -60,10 +78,7 @@ class Remote:
         self.follows = follows
         self.weights = None if follows else weights or self.model.weight_fingerprint
         if self.weights is not None:
-            try:
-                check_weights(self.weights, self.model)
-            except WeightVersionError as error:
-                raise _explained(error) from error
+            _with_way_out(check_weights)(self.weights, self.model)
             self.client._native = self.client._native.pinned(self.weights)
         self._layers = {layer.layer: layer for layer in self.model.moe_layers}
         self._most: int = self.model.limits.max_tokens_per_request
@@ -80,25 +95,22 @@ class Remote:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Remote, (self.address, self.credentials, self.session, self.on_graph_failure, self.follows, self.weights))
 
+    @_with_way_out
     def verify(self) -> None:
         """With `session="cuda"`: raises the exception of a call that failed, in every thread and each time. Waits for nothing."""
         if self.session == "cuda":
-            try:
-                self.client._native.verify()
-            except WeightVersionError as error:
-                raise _explained(error) from error
+            self.client._native.verify()
 
+    @_with_way_out
     def synchronize(self) -> None:
         """With `session="cuda"`: waits for the GPU's work and raises the exception of a call that failed."""
-        try:
-            self.client.synchronize()
-        except WeightVersionError as error:
-            raise _explained(error) from error
+        self.client.synchronize()
 
     def end_with_session(self) -> None:
         """With `session="cuda"`: once a session has ended whose calls graphs captured, calls fail instead of opening another one."""
         self.client._native.reopens = False
 
+    @_with_way_out
     def forward(
         self,
         layer: int,
@@ -109,20 +121,6 @@ class Remote:
         shared_experts: bool,
     ) -> Tensor:
         """Sends rows `[..., hidden]` in pieces that the service accepts. The result is on the device of `rows`."""
-        try:
-            return self._forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
-        except WeightVersionError as error:
-            raise _explained(error) from error
-
-    def _forward(
-        self,
-        layer: int,
-        rows: Tensor,
-        topk_ids: Tensor | None,
-        topk_weights: Tensor | None,
-        token_ids: Tensor | None,
-        shared_experts: bool,
-    ) -> Tensor:
         if rows.numel() == 0:
             return torch.empty_like(rows)
         client = self.client
@@ -159,10 +157,11 @@ class Remote:
             out[spoiled] = float("nan")
         return out.view(rows.shape).to(rows.device)
 
-    def routed(self, layer: int, rows: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """The routed experts of one layer of an engine, which has chosen and weighed them; ids of −1 mean no expert."""
+    def routed(self, layer: int, rows: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> Tensor:
+        """The routed experts of one layer of an engine. The engine has chosen and weighed them, with ids of −1 for no expert, or leaves that
+        to the service's gate (None)."""
         # The service requires token ids for layers that route by token id, but does not use them when the request has routing.
-        by_token_id = self.layer(layer).routes_by_token_id
+        by_token_id = topk_ids is not None and self.layer(layer).routes_by_token_id
         token_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device) if by_token_id else None
         return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts=False)
 
@@ -179,10 +178,6 @@ class Remote:
         if _is_watched(rows, topk_weights):
             return moe(rows, topk_ids, topk_weights, token_ids, self.number, layer, shared_experts)
         return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
-
-
-def _explained(error: WeightVersionError) -> WeightVersionError:
-    return WeightVersionError(f"{error}. {_WAY_OUT}", code=error.code, reason=error.reason)
 
 
 def _is_watched(rows: Tensor, topk_weights: Tensor | None) -> bool:

@@ -1,6 +1,5 @@
 """What only network sessions do. They need NIXL: `EXPERTD_NIXL` names its folder."""
 
-import os
 import re
 import subprocess
 import sys
@@ -46,16 +45,16 @@ def test_services_used_as_one(tmp_path):
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
+    with pytest.raises(expertd.UnsupportedError, match="insecure=True"):
+        expertd.Client("192.0.2.1:50051", session="network")
+    with pytest.raises(expertd.ConnectError, match=r"nobody\.sock"):
+        expertd.Client(f"unix:{tmp_path}/nobody.sock", session="network", retry=None)
     with expertd.serve(recorded("mixtral"), ranks=1) as service:
         with pytest.raises(expertd.ConnectError, match="--network-listen"):
             service.client(session="network", retry=None)
         monkeypatch.setenv("EXPERTD_NIXL", str(tmp_path))
         with pytest.raises(expertd.UnsupportedError, match="pip install nixl-cu13"):
             service.client(session="network")
-    with pytest.raises(expertd.UnsupportedError, match="insecure=True"):
-        expertd.Client("192.0.2.1:50051", session="network")
-    with pytest.raises(expertd.ConnectError, match=r"nobody\.sock"):
-        expertd.Client(f"unix:{tmp_path}/nobody.sock", session="network", retry=None)
 
 
 # A client that makes calls, and ends as programs end: closed, dropped, or still there; in the middle of a call; in a fork.
@@ -97,10 +96,10 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize("how", ["closed", "kept", "calling", "fork"])
-def test_programs_end_in_order(started, how):
+def test_programs_end_in_order(started, how, tmp_path):
     it = started("mixtral", "network")
     for _ in range(5):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, it.service.address, how], capture_output=True, text=True, timeout=120, env=os.environ
+            [sys.executable, "-c", PROGRAM, it.service.address, how], capture_output=True, text=True, timeout=120, cwd=tmp_path
         )
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

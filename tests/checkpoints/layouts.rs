@@ -266,6 +266,7 @@ fn fp8_scales_by_block_channel_and_tensor() {
     // GPU ranks keep these weights in bf16.
     let shape = GroupShape {
         ranks: 1,
+        sources: 1,
         slots: 2,
         max_tokens_per_rank: 8,
         max_segments: 8,

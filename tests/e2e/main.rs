@@ -21,5 +21,7 @@ mod sessions;
 mod soak_gpu;
 mod startup;
 mod steps;
+mod tiers;
+mod tiers_gpu;
 mod traces;
 mod weights;

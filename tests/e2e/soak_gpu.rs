@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::gpu::gpus;
-use crate::service::Service;
+use crate::service::{Service, program};
 use expertd_client::Client;
 use expertd_proto::v1::{self, ForwardRequest, ForwardResponse};
 use expertd_types::DType;
@@ -49,7 +49,7 @@ const POOL: usize = 1 << 24;
 
 fn synthesise(folder: &Path) {
     let sizes = [("--hidden", HIDDEN), ("--experts", EXPERTS), ("--layers", LAYERS as usize)];
-    let mut command = Command::new(env!("CARGO_BIN_EXE_expertd"));
+    let mut command = Command::new(program());
     command.args(["synth", "--family", "qwen3_moe", "--top-k", "8", "--width", "512", "--out"]).arg(folder);
     for (flag, size) in sizes {
         command.args([flag, &size.to_string()]);

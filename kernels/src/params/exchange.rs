@@ -62,7 +62,58 @@ pub struct CombineParams {
     pub first_row: u32,
     /// Later launches combine the rows from it on; 0: none.
     pub end_row: u32,
+    /// f32 `[T, H]` in mapped memory, the sums of a mixed group's first CPU rank; or 0.
+    pub sums: u64,
+    /// Elements from there to the sums of the next CPU rank.
+    pub sums_stride: u64,
+    /// Number of CPU ranks.
+    pub sums_count: u32,
+    /// Padding.
+    pub reserved: u32,
 }
+
+/// See `TierParams` in `step.h`. `sent` and `sent_*` are mapped host memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TierParams {
+    /// [`SlotState`](super::SlotState).
+    pub state: u64,
+    /// bf16 `[T, H]`.
+    pub tokens: u64,
+    /// i32 `[T, k]`.
+    pub topk_ids: u64,
+    /// f32 `[T, k]`.
+    pub topk_weights: u64,
+    /// u32 `[layers, MAX_EXPERTS]`, index of each expert among the resident ones, or [`AWAY`].
+    pub resident: u64,
+    /// Out: i32 `[T, k]`, these indices.
+    pub local_ids: u64,
+    /// Out: f32 `[T, k]`, 0 for experts of CPU ranks.
+    pub local_weights: u64,
+    /// Out: i32 `[T, k]`, -1 for resident experts.
+    pub sent_ids: u64,
+    /// Out: f32 `[T, k]`.
+    pub sent_weights: u64,
+    /// Out: bf16 `[T, H]`.
+    pub sent_rows: u64,
+    /// Out: u64, `generation | step`, stored last.
+    pub sent: u64,
+    /// Out: u64 in mapped memory, the number of a step that had failed before.
+    pub failed: u64,
+    /// `generation << 40`.
+    pub generation: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Experts per token.
+    pub top_k: u32,
+    /// Largest number of rows.
+    pub max_tokens: u32,
+    /// Padding.
+    pub reserved: u32,
+}
+
+/// Entry of [`TierParams::resident`] for an expert of a CPU rank.
+pub const AWAY: u32 = 0xffff;
 
 /// See `ScaleParams` in `step.h`.
 #[repr(C)]
@@ -85,6 +136,7 @@ pub struct ScaleParams {
 // `step.h` asserts the same sizes; `header.rs` compares every field.
 const _: () = {
     assert!(size_of::<DispatchParams>() == 272);
-    assert!(size_of::<CombineParams>() == 272);
+    assert!(size_of::<CombineParams>() == 296);
+    assert!(size_of::<TierParams>() == 120);
     assert!(size_of::<ScaleParams>() == 240);
 };

@@ -7,7 +7,7 @@ mod fault;
 mod gate;
 
 pub use copy::{CopyInParams, CopyOutParams, SharedParams};
-pub use exchange::{CombineParams, DispatchParams, ScaleParams, fp8_row_bytes};
+pub use exchange::{AWAY, CombineParams, DispatchParams, ScaleParams, TierParams, fp8_row_bytes};
 pub use fault::{DeviceFault, OTHER_PROCESSES, Phase};
 pub use gate::{GateLayer, GateParams};
 

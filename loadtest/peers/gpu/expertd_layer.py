@@ -4,7 +4,7 @@
 Needs the library of loadtest/peers/layer:
 
 cargo build --release -p expertd-peer-layer --features cuda
-expertd_layer.py [--dtype bf16|fp8|mxfp4] [--shape S] [--tokens T ...]
+expertd_layer.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...]
 
 """
 
@@ -17,7 +17,7 @@ import torch
 import layer as common
 
 LIBRARY = Path(__file__).resolve().parents[3] / "target/release/libexpertd_peer_layer.so"
-FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2}
+FORMATS = {torch.Tensor: 0, common.Quantised: 1, common.Mxfp4: 2, common.Int4: 3, common.Nvfp4: 4}
 
 
 class Shape(ctypes.Structure):
@@ -63,6 +63,8 @@ def stored(weights):
         return weights.values, weights.scales.repeat_interleave(common.BLOCK, 1).contiguous()
     if isinstance(weights, common.Mxfp4):
         return weights.codes, weights.exponents
+    if isinstance(weights, (common.Int4, common.Nvfp4)):
+        return weights.codes, weights.scales
     return weights, None
 
 
@@ -85,8 +87,7 @@ class Layers:
 
     def open(self):
         s, first = self.shape, self.layers[0]
-        dtype = {common.Quantised: "fp8", common.Mxfp4: "mxfp4"}.get(type(first.down), "bf16")
-        sizes = (s.hidden, s.width, s.experts, s.top_k, FORMATS[dtype], s.gpt_oss)
+        sizes = (s.hidden, s.width, s.experts, s.top_k, FORMATS[type(first.down)], s.gpt_oss)
         sizes += (self.tokens, len(self.layers), self.rows_by_experts)
         torch.cuda.synchronize()
         self.handle = self.library.expertd_layers_open(Shape(*map(int, sizes)))
@@ -137,4 +138,4 @@ def preparer(path=LIBRARY, rows_by_experts=False):
 
 
 if __name__ == "__main__":
-    common.run("expertd", __doc__, preparer(), formats=("bf16", "fp8", "mxfp4"), exact=True)
+    common.run("expertd", __doc__, preparer(), formats=tuple(["bf16", *common.STORED]), exact=True)

@@ -56,11 +56,15 @@ BLOCK = 128
 MX_BLOCK = 32
 # The values of the codes 0 to 7 of MXFP4 (e2m1); the codes 8 to 15 are their negatives.
 MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# INT4 weights have one scale for each INT4_GROUP elements of a row, NVFP4 weights for each NV_GROUP.
+INT4_GROUP, NV_GROUP = 32, 16
+# NVFP4 scales multiply this factor in every matrix here.
+NV_FACTOR = 2.0**-9
 # Constants of gpt-oss's SwiGLU.
 ALPHA, LIMIT = 1.702, 7.0
 # Largest relative error of a layer with weights of a format. Peers with FP8 weights also round rows to FP8 (3 bits of
 # mantissa), some of them results as well; the reference does not.
-TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1, "mxfp4": 2e-2}
+TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1, "mxfp4": 2e-2, "int4": 2e-2, "nvfp4": 2e-2}
 
 
 def arguments(description, formats):
@@ -135,6 +139,17 @@ class Quantised:
         return (blocks * self.scales[group][:, None, :, None]).view(n, k)
 
 
+def in_pairs(codes):
+    """u8 [..., K] of four bits each as [..., K/2], the even element in the low half."""
+    low, high = codes.unflatten(-1, (-1, 2)).to(torch.uint8).unbind(-1)
+    return low | high << 4
+
+
+def from_pairs(codes):
+    """The opposite, as integers."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+
+
 class Mxfp4:
     """MXFP4 weights: e2m1 codes in pairs (u8 [G, N, K/2], the even element in the low half) with exponents of two, biased
     by 127 (u8 [G, N, K/MX_BLOCK])."""
@@ -150,28 +165,72 @@ class Mxfp4:
             # The largest element of a block is scaled to [4, 8); e2m1's largest value is 6.
             exponents = torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(1e-30))) - 2
             codes = torch.bucketize((blocks * torch.exp2(-exponents)).abs(), between) + 8 * (blocks < 0)
-            low, high = codes.view(n, k // 2, 2).to(torch.uint8).unbind(-1)
-            self.codes[group] = low | high << 4
+            self.codes[group] = in_pairs(codes.view(n, k))
             self.exponents[group] = (exponents.squeeze(-1) + 127).to(torch.uint8)
 
     def __getitem__(self, group):
         """The dequantised f32 weights of a group, [N, K]."""
-        codes = torch.stack([self.codes[group] & 15, self.codes[group] >> 4], -1).flatten(-2).long()
+        codes = from_pairs(self.codes[group])
         values = self.table[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
         scales = torch.exp2(self.exponents[group].float() - 127).unsqueeze(-1)
         n, k = values.shape
         return (values.view(n, k // MX_BLOCK, MX_BLOCK) * scales).view(n, k)
 
 
+class Int4:
+    """INT4 weights: integers from 0 to 15, of which 8 is subtracted (`in_pairs`: u8 [G, N, K/2]), with scales that bf16 and f16 both hold
+    (f16 [G, N, K/INT4_GROUP])."""
+
+    def __init__(self, weights):
+        groups, n, k = weights.shape
+        self.codes = torch.empty(groups, n, k // 2, device=weights.device, dtype=torch.uint8)
+        self.scales = torch.empty(groups, n, k // INT4_GROUP, device=weights.device, dtype=torch.float16)
+        for group in range(groups):
+            blocks = weights[group].float().view(n, k // INT4_GROUP, INT4_GROUP)
+            scales = (blocks.abs().amax(-1, keepdim=True).clamp(1e-3) / 7).bfloat16().float()
+            self.codes[group] = in_pairs(((blocks / scales).round().clamp(-8, 7) + 8).view(n, k))
+            self.scales[group] = scales.squeeze(-1).half()
+
+    def __getitem__(self, group):
+        """The dequantised f32 weights of a group, [N, K]."""
+        values = from_pairs(self.codes[group]).float() - 8
+        n, k = values.shape
+        return (values.view(n, k // INT4_GROUP, INT4_GROUP) * self.scales[group].float().unsqueeze(-1)).view(n, k)
+
+
+class Nvfp4:
+    """NVFP4 weights: e2m1 codes (`in_pairs`: u8 [G, N, K/2]) with e4m3 scales [G, N, K/NV_GROUP], which multiply NV_FACTOR."""
+
+    def __init__(self, weights):
+        groups, n, k = weights.shape
+        self.codes = torch.empty(groups, n, k // 2, device=weights.device, dtype=torch.uint8)
+        self.scales = torch.empty(groups, n, k // NV_GROUP, device=weights.device, dtype=torch.float8_e4m3fn)
+        self.table = torch.tensor(MX_VALUES, device=weights.device)
+        between = (self.table[1:] + self.table[:-1]) / 2
+        for group in range(groups):
+            blocks = weights[group].float().view(n, k // NV_GROUP, NV_GROUP)
+            self.scales[group] = (blocks.abs().amax(-1).clamp(1e-3) / 6 / NV_FACTOR).to(torch.float8_e4m3fn)
+            scaled = blocks / (self.scales[group].float().unsqueeze(-1) * NV_FACTOR)
+            self.codes[group] = in_pairs((torch.bucketize(scaled.abs(), between) + 8 * (scaled < 0)).view(n, k))
+
+    def __getitem__(self, group):
+        """The dequantised f32 weights of a group, [N, K]."""
+        codes = from_pairs(self.codes[group])
+        values = self.table[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+        n, k = values.shape
+        scales = self.scales[group].float().unsqueeze(-1) * NV_FACTOR
+        return (values.view(n, k // NV_GROUP, NV_GROUP) * scales).view(n, k)
+
+
 # How weights are stored in each format; bf16 stays as it is.
-STORED = {"fp8": Quantised, "mxfp4": Mxfp4}
+STORED = {"fp8": Quantised, "mxfp4": Mxfp4, "int4": Int4, "nvfp4": Nvfp4}
 
 
 class Layer:
     """Weights of this rank's experts and of the gate. All ranks have the same gate; a rank's experts are contiguous.
 
     `gate` is a bf16 tensor [E, H], `gate_bias` f32 [E] or None. `gate_up` [E/N, 2I, H], gate rows before up rows, and `down` [E/N, H, I] are bf16
-    tensors, `Quantised` or `Mxfp4`. In gpt-oss gate and up rows take turns, and f32 biases [E/N, 2I] and [E/N, H] are added.
+    tensors or one of `STORED`. In gpt-oss gate and up rows take turns, and f32 biases [E/N, 2I] and [E/N, H] are added.
     """
 
     def __init__(self, world, shape, seed, dtype="bf16"):

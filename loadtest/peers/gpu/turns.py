@@ -3,7 +3,7 @@
 
 Needs the library of loadtest/peers/layer (expertd_layer.py) and what the peers need (README.md).
 
-turns.py [--dtype bf16|fp8|mxfp4] [--shape S] [--tokens T ...] [--peers P ...] [--before LIBRARY] [--json FILE]
+turns.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...] [--peers P ...] [--before LIBRARY] [--json FILE]
 """
 
 import importlib
@@ -23,13 +23,14 @@ PEERS = {
     "deepgemm": ("deepgemm_layer", ["fp8"]),
     "deepgemm_masked": ("deepgemm_masked_layer", ["fp8"]),
     "triton_kernels": ("triton_kernels_layer", ["mxfp4"]),
+    "humming": ("humming_layer", ["int4"]),
 }
 
 # What one H200 reaches: bytes/s read, and operations/s of products by format (docs/measurements/gpu-experts.md).
 MEMORY = 4.5e12
-PRODUCTS = {"bf16": 873e12, "fp8": 1330e12, "mxfp4": 873e12}
+PRODUCTS = {"bf16": 873e12, "fp8": 1330e12, "mxfp4": 873e12, "int4": 873e12, "nvfp4": 873e12}
 # Bytes of a weight with its scales.
-WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 0.5 + 1 / 32}
+WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 0.5 + 1 / 32, "int4": 0.5 + 2 / 32, "nvfp4": 0.5 + 1 / 16}
 
 
 def floor_us(shape, dtype, tokens):
@@ -65,7 +66,7 @@ def row(tokens, names, figures, gate):
 
 
 def main():
-    parser = common.arguments(__doc__, ["bf16", "fp8", "mxfp4"])
+    parser = common.arguments(__doc__, ["bf16", *common.STORED])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
     parser.add_argument("--library", type=Path, default=expertd_layer.LIBRARY, help="expertd's library")
     parser.add_argument("--before", type=Path, help="also times another build of the library, whose experts quantise rows")

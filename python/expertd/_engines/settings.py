@@ -27,6 +27,7 @@ class Settings:
         session: None; "host" or "cuda": a session with the service whose session socket the address names; "network": a session with one
             on another host, whose address is that of gRPC (`EXPERTD_SESSION`).
         follow_weights: go on when the service moves to other weights (`EXPERTD_FOLLOW_WEIGHTS`, by default 0).
+        service_gate: the service's gate chooses and weighs experts, not the engine's (`EXPERTD_GATE`, service or by default engine).
     """
 
     address: str
@@ -35,6 +36,7 @@ class Settings:
     any_version: bool = False
     session: Session | None = None
     follow_weights: bool = False
+    service_gate: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, engine: str = "vLLM") -> Settings | None:
@@ -45,6 +47,9 @@ class Settings:
         session = environment.get("EXPERTD_SESSION") or None
         if session not in (None, "host", "cuda", "network"):
             raise ValueError(f"EXPERTD_SESSION is {session!r}; expected host, cuda, network, or nothing")
+        gate = environment.get("EXPERTD_GATE") or "engine"
+        if gate not in ("engine", "service"):
+            raise ValueError(f"EXPERTD_GATE is {gate!r}; expected engine or service")
         names = ("ca", "cert", "key", "server_name", "token_file")
         given = {name: environment.get(f"EXPERTD_CLIENT_{name.upper()}") or None for name in names}
         insecure = _flag(environment, "EXPERTD_CLIENT_INSECURE", False)
@@ -55,6 +60,7 @@ class Settings:
             _flag(environment, f"EXPERTD_{engine.upper()}_ANY_VERSION", False),
             session,
             _flag(environment, "EXPERTD_FOLLOW_WEIGHTS", False),
+            gate == "service",
         )
 
 

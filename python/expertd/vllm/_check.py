@@ -5,6 +5,7 @@ Arguments are vLLM's configuration objects; they are only read, so this module d
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -100,3 +101,53 @@ def check_layer(prefix: str, moe_config: Any, fused_shared_experts: int, served:
         "hidden size": moe_config.hidden_dim,
     }
     return check.check_layer("vLLM", prefix, layer_number(prefix), dimensions, fused_shared_experts, served)
+
+
+def check_gate(experts: Any, config: Any, served: MoeLayer) -> None:
+    """Refuses the service's gate for a layer unless it chooses and weighs experts as vLLM does. `experts` is a RoutedExperts.
+
+    Both are compared as functions of logits, which vLLM computes in the model's dtype and the service in float32. Only softmax gates are
+    compared: vLLM splits others between its router and the layers around it.
+    """
+    gate = json.loads(served.gate_json)
+    scores, normalise = gate["scores"]["kind"], gate["normalise"]
+    # A softmax over the chosen experts is a softmax over all of them whose chosen weights are divided by their sum.
+    renormalises = scores == "softmax_of_chosen" or normalise == {"kind": "sum", "epsilon": 0.0}
+    is_served = (
+        (scores == "softmax_of_chosen" or (scores == "softmax" and (renormalises or normalise["kind"] == "no")))
+        and gate["groups"] is None
+        and not gate["correction_bias"]
+        and gate["scale"] == 1.0
+        and gate["choice"]["kind"] != "token_ids"
+    )
+    is_own = (
+        experts.scoring_func == "softmax"
+        and not experts.use_grouped_topk
+        and experts.custom_routing_function is None
+        and experts.e_score_correction_bias is None
+        and experts.routed_scaling_factor == 1.0
+        and not experts.apply_router_weight_on_input
+    )
+    name = f"EXPERTD_GATE=service for {experts.layer_name}, whose gate at the service is {served.gate!r},"
+    adapted = (config.lora_config and config.lora_config.target_modules) or ()
+    outputs = getattr(config, "aux_output_config", None)
+    check.refuse(
+        {
+            name: (
+                not (is_served and is_own),
+                "needs a softmax gate without groups, bias of the choice and scale on both sides",
+            ),
+            f"{name} with renormalised weights {experts.renormalize} in vLLM": (
+                is_served and is_own and renormalises != experts.renormalize,
+                "needs the same on both sides",
+            ),
+            "LoRA on gates with EXPERTD_GATE=service": (
+                any(module.rpartition(".")[2] == "gate" for module in adapted),
+                "adapts weights that vLLM would not use",
+            ),
+            "enable_return_routed_experts with EXPERTD_GATE=service": (
+                bool(getattr(outputs, "enable_return_routed_experts", False)),
+                "needs a choice of experts that vLLM would not have",
+            ),
+        }
+    )

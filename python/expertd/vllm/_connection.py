@@ -11,13 +11,13 @@ from .._engines.connection import connection as connection_of
 
 
 @torch.library.custom_op("expertd::vllm_experts", mutates_args=())
-def vllm_experts(rows: Tensor, topk_ids: Tensor, topk_weights: Tensor, connection: int, layer: int) -> Tensor:
+def vllm_experts(rows: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None, connection: int, layer: int) -> Tensor:
     """Computes the routed experts of one layer.
 
     Arguments:
         rows: `[tokens, hidden]`; the result has this shape, this dtype and this device.
-        topk_ids: `[tokens, k]`, int32 or int64; −1 means no expert.
-        topk_weights: `[tokens, k]`, floats.
+        topk_ids: `[tokens, k]`, int32 or int64; −1 means no expert. None: the service's gate chooses and weighs experts.
+        topk_weights: `[tokens, k]`, floats; None if `topk_ids` is.
         connection: number of the connection.
         layer: number of the decoder layer.
     """

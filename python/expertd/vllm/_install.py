@@ -19,9 +19,9 @@ from .._content import check_content
 from .._engines.check import check_layers, is_expert_tensor
 from .._engines.connection import connect
 from .._engines.settings import Settings
-from ._check import check_engine, check_layer, check_model
+from ._check import check_engine, check_gate, check_layer, check_model
 from ._guard import guard_outputs
-from ._method import RemoteExpertsMethod
+from ._method import RemoteExpertsMethod, RemoteGateMethod
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,7 +48,10 @@ def _method(original: Any) -> Any:
         number, remote = connect(settings, guard_outputs)
         check_model(config.model_config, remote.model)
         served = check_layer(prefix, moe_config, self.expert_map_manager.num_fused_shared_experts, remote.model)
-        return RemoteExpertsMethod(moe_config, number, served.layer)
+        if not settings.service_gate:
+            return RemoteExpertsMethod(moe_config, number, served.layer)
+        check_gate(self, config, served)
+        return RemoteGateMethod(moe_config, number, served.layer, config.compilation_config.static_forward_context)
 
     return get_quant_method
 
@@ -94,8 +97,9 @@ def _distinct_hash(original: Any) -> Any:
     @functools.wraps(original)
     def compute_hash(self: VllmConfig, *args: Any, **kwargs: Any) -> str:
         found: str = original(self, *args, **kwargs)
-        if Settings.from_environment() is None:
+        settings = Settings.from_environment()
+        if settings is None:
             return found
-        return hashlib.sha256(f"{found} expertd".encode()).hexdigest()[: len(found)]
+        return hashlib.sha256(f"{found} expertd {settings.service_gate}".encode()).hexdigest()[: len(found)]
 
     return compute_hash

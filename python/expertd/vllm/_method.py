@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
+from .._engines.method import WithoutWeights
 from ._connection import vllm_experts
 
 
-class RemoteExpertsMethod(FusedMoEMethodBase):
-    """A method without weights. vLLM's gate chooses and weighs experts, and the service applies the choice.
+class RemoteExpertsMethod(WithoutWeights, FusedMoEMethodBase):
+    """A method whose layer holds no weights. vLLM's gate chooses and weighs experts, and the service applies the choice.
 
     vLLM adds shared experts and multiplies by scaling factors itself.
     """
@@ -30,17 +32,6 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
     def supports_internal_mk(self) -> bool:
         """True: vLLM then leaves the rows of data-parallel engines where they are, and each engine calls the service with its own."""
         return True
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Allocates nothing."""
 
     def maybe_roundup_sizes(
         self,
@@ -68,3 +59,25 @@ class RemoteExpertsMethod(FusedMoEMethodBase):
         if not self.calls:
             return torch.zeros_like(x)
         return vllm_experts(x, topk_ids, topk_weights, self.connection, self.layer)
+
+
+class RemoteGateMethod(RemoteExpertsMethod):
+    """As `RemoteExpertsMethod`, and the service's gate chooses and weighs the experts."""
+
+    def __init__(self, moe: FusedMoEConfig, connection: int, layer: int, runners: Mapping[str, Any]) -> None:
+        super().__init__(moe, connection, layer)
+        # The layer around each RoutedExperts, by the name that they share.
+        self.runners = runners
+
+    @property
+    def is_monolithic(self) -> bool:
+        """True: vLLM then hands over rows instead of a choice of experts."""
+        return True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Takes the gate from the layer's runner, which would compute scores for nothing. The model keeps its module."""
+        self.runners[layer.layer_name].gate = None
+
+    def apply_monolithic(self, layer: torch.nn.Module, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """Rows `[tokens, hidden]`; the result has their shape and dtype."""
+        return vllm_experts(x, None, None, self.connection, self.layer) if self.calls else torch.zeros_like(x)

@@ -38,6 +38,17 @@ def test_a_version_that_was_not_tried_ends_the_process(monkeypatch, version):
         register()
 
 
+def test_the_services_gate_ends_the_process(monkeypatch):
+    pytest.importorskip("torch", reason="the plugin imports it")
+    stub = types.ModuleType("sglang")
+    stub.__version__ = next(iter(TRIED))
+    monkeypatch.setitem(sys.modules, "sglang", stub)
+    monkeypatch.setenv("EXPERTD_ADDRESS", "unix:/run/expertd.sock")
+    monkeypatch.setenv("EXPERTD_GATE", "service")
+    with pytest.raises(SystemExit, match="EXPERTD_GATE=service is supported with vLLM only"):
+        register()
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -14,6 +14,8 @@ from models import FAMILIES, make_checkpoint, prompts
 TOKENS = 24
 # Families that are also tried through a session.
 HOST = ["qwen3_moe", "mixtral", "gpt_oss"]
+# Families whose gate the service can have.
+GATE = ["qwen3_moe", "olmoe", "gpt_oss"]
 
 
 class Engines:
@@ -32,6 +34,9 @@ class Engines:
         last = children(self.services["qwen3_moe"].process.pid)[-1]
         jobs = {f: self.job(f, self.services[f].address) for f in FAMILIES}
         jobs |= {(f, "host"): self.job(f, self.services[f].session_address, session="host") for f in HOST}
+        jobs |= {(f, "gate"): {**self.job(f, self.services[f].session_address, session="host"), "gate": "service"} for f in GATE}
+        jobs |= {(f, "compared"): self.job(f, self.services[f].address, compare=True) for f in GATE}
+        jobs["gate"] = self.job("glm4_moe", self.services["glm4_moe"].address, gate="service")
         jobs["killed"] = self.job("qwen3_moe", self.services["qwen3_moe"].address, kill_at=31, victim=last)
         jobs["another model"] = self.job("qwen3_moe", self.services["mixtral"].address)
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
@@ -83,6 +88,16 @@ def test_no_experts_are_held_and_every_layer_calls(engines, family):
     assert remote["calls"][-1] == len(engines.prompts)
 
 
+@pytest.mark.parametrize("family", GATE)
+def test_the_services_gate_chooses_as_vllms_does(engines, family):
+    # Weights of an expert that only one side has chosen would differ by more.
+    compared = engines.remote[family, "compared"]
+    assert compared.get("difference", 1) < 1e-5, compared
+    chosen = engines.remote[family, "gate"]
+    assert chosen.get("tokens") == engines.local[family]["tokens"], chosen
+    assert chosen["calls"] == engines.remote[family]["calls"] and chosen["expert_bytes"] == 0
+
+
 def test_drafts_from_the_tokens_so_far_change_no_token(engines):
     drafted = engines.remote["ngram"]
     assert drafted.get("tokens") == engines.local["mixtral"]["tokens"], drafted
@@ -103,6 +118,7 @@ def test_generation_goes_on_when_a_rank_is_killed(engines):
         ("another model", "family mixtral, and vLLM's of qwen3_moe"),
         ("other weights", "EXPERTD_CHECK_WEIGHTS=0"),
         ("lora", "LoRA"),
+        ("gate", "needs a softmax gate"),
     ],
 )
 def test_refusals_reach_the_caller(engines, job, words):

@@ -37,6 +37,13 @@ def test_the_operator_applies_the_given_routing_without_shared_experts(layer):
     assert vllm_experts(rows[:0], ids[:0], weights[:0], number, index).shape == (0, rows.shape[1])
 
 
+def test_without_a_choice_the_services_gate_chooses(layer):
+    number, index, rows, _, _, service = layer
+    with service.client() as client:
+        answer = client.forward(index, rows, shared_experts="exclude")
+    np.testing.assert_allclose(vllm_experts(rows, None, None, number, index).numpy(), np.asarray(answer.rows), rtol=1e-5, atol=1e-6)
+
+
 def test_rows_without_experts_get_zero(layer):
     """Padding rows: ids −1, and whatever weights."""
     number, index, rows, ids, weights, _ = layer
@@ -60,3 +67,4 @@ def test_large_batches_are_split(layer):
 def test_the_fake_implementation_has_the_shape_of_the_real_one(layer):
     number, index, rows, ids, weights, _ = layer
     torch.library.opcheck(vllm_experts, (rows, ids, weights, number, index))
+    torch.library.opcheck(vllm_experts, (rows, None, None, number, index))

@@ -1,5 +1,6 @@
 """What the plugin accepts and refuses. These tests need neither vLLM nor torch."""
 
+import json
 import types
 
 import pytest
@@ -9,7 +10,7 @@ from expertd._engines.check import check_layers, is_expert_tensor
 from expertd._engines.settings import Settings
 from expertd._engines.versions import refuse_other_versions
 from expertd.vllm import TRIED, register
-from expertd.vllm._check import check_engine, check_layer, check_model
+from expertd.vllm._check import check_engine, check_gate, check_layer, check_model
 
 of = types.SimpleNamespace
 
@@ -45,6 +46,12 @@ def test_settings_come_from_the_environment():
     assert Settings.from_environment(given, engine="SGLang").any_version is True
     host = {"EXPERTD_ADDRESS": "unix:/run/session.sock", "EXPERTD_SESSION": "host"}
     assert Settings.from_environment(host) == Settings("unix:/run/session.sock", session="host")
+    network = {"EXPERTD_ADDRESS": "a:1", "EXPERTD_SESSION": "network", "EXPERTD_CLIENT_INSECURE": "1"}
+    assert Settings.from_environment(network) == Settings("a:1", expertd.Credentials(insecure=True), session="network")
+    assert Settings.from_environment({**host, "EXPERTD_GATE": "service"}).service_gate is True
+    assert Settings.from_environment({**host, "EXPERTD_GATE": "engine"}).service_gate is False
+    with pytest.raises(ValueError, match="EXPERTD_GATE is 'both'"):
+        Settings.from_environment({**host, "EXPERTD_GATE": "both"})
     with pytest.raises(ValueError, match="EXPERTD_SESSION is 'yes'"):
         Settings.from_environment({**host, "EXPERTD_SESSION": "yes"})
     with pytest.raises(ValueError, match="EXPERTD_CHECK_WEIGHTS is 'maybe'"):
@@ -177,3 +184,61 @@ def test_a_service_with_another_model_is_refused():
         check_layer("model.layers.1.mlp.experts", moe(), 2, SERVED)
     with pytest.raises(expertd.UnsupportedError, match="no decoder layer's number"):
         check_layer("moe.experts", moe(), 0, SERVED)
+
+
+SOFTMAX = dict(
+    scores=dict(kind="softmax"), choice=dict(kind="scores"), logit_bias=False, correction_bias=False, groups=None,
+    normalise=dict(kind="sum", epsilon=0.0), scale=1.0,
+)
+OF_CHOSEN = dict(scores=dict(kind="softmax_of_chosen"), choice=dict(kind="logits"), normalise=dict(kind="no"), logit_bias=True)
+
+
+def gate(mine, theirs, **config):
+    """A layer of vLLM with some options of its gate, vLLM's configuration, and the service's layer."""
+    experts = dict(
+        layer_name="layers.1.experts", scoring_func="softmax", use_grouped_topk=False, custom_routing_function=None,
+        e_score_correction_bias=None, routed_scaling_factor=1.0, apply_router_weight_on_input=False, renormalize=True,
+    )
+    whole = dict(lora_config=None, aux_output_config=of(enable_return_routed_experts=False))
+    served = of(gate_json=json.dumps({**SOFTMAX, **theirs}), gate="in words")
+    return of(**{**experts, **mine}), of(**{**whole, **config}), served
+
+
+@pytest.mark.parametrize(
+    "mine, theirs", [({}, {}), (dict(renormalize=False), dict(normalise=dict(kind="no"))), ({}, OF_CHOSEN), ({}, dict(logit_bias=True))]
+)
+def test_a_gate_that_chooses_alike_can_be_the_services(mine, theirs):
+    check_gate(*gate(mine, theirs))
+    check_gate(*gate(mine, theirs, lora_config=of(target_modules=["gate_proj", "o_proj"])))
+
+
+@pytest.mark.parametrize(
+    "mine, theirs, words",
+    [
+        (dict(scoring_func="sigmoid"), {}, "layers.1.experts.*'in words', needs a softmax gate"),
+        (dict(use_grouped_topk=True), {}, "needs a softmax gate"),
+        (dict(custom_routing_function=print), {}, "needs a softmax gate"),
+        (dict(e_score_correction_bias=[0.0]), {}, "needs a softmax gate"),
+        (dict(routed_scaling_factor=2.5), {}, "needs a softmax gate"),
+        (dict(apply_router_weight_on_input=True), {}, "needs a softmax gate"),
+        (dict(renormalize=False), {}, "renormalised weights False in vLLM needs the same"),
+        (dict(renormalize=False), OF_CHOSEN, "renormalised weights False"),
+        ({}, dict(normalise=dict(kind="no")), "renormalised weights True"),
+        ({}, dict(normalise=dict(kind="sum", epsilon=1e-20)), "needs a softmax gate"),
+        ({}, dict(scores=dict(kind="sigmoid")), "needs a softmax gate"),
+        ({}, dict(correction_bias=True), "needs a softmax gate"),
+        ({}, dict(groups=dict(groups=4, kept=2, by="max")), "needs a softmax gate"),
+        ({}, dict(scale=2.5), "needs a softmax gate"),
+        ({}, dict(choice=dict(kind="token_ids", vocab=9)), "needs a softmax gate"),
+    ],
+)
+def test_other_gates_stay_vllms(mine, theirs, words):
+    with pytest.raises(expertd.UnsupportedError, match=words):
+        check_gate(*gate(mine, theirs))
+
+
+def test_the_services_gate_is_refused_where_vllms_choice_matters():
+    with pytest.raises(expertd.UnsupportedError, match="LoRA on gates"):
+        check_gate(*gate({}, {}, lora_config=of(target_modules=["mlp.gate"])))
+    with pytest.raises(expertd.UnsupportedError, match="enable_return_routed_experts"):
+        check_gate(*gate({}, {}, aux_output_config=of(enable_return_routed_experts=True)))

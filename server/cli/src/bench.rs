@@ -92,7 +92,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     let largest = args.tokens.iter().copied().max().unwrap_or(1);
-    let ranks = args.ranks();
+    let ranks = args.sources();
     let plan = match args.plan(largest * ranks as usize) {
         Ok(plan) => plan,
         Err(error) => return Ok(refuse(&error)),
@@ -103,11 +103,11 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
         plan.model.name,
         plan.model.family,
         count(layers.len() as u64, "MoE layer"),
-        count(ranks.into(), "rank"),
+        count(plan.cluster.shape.ranks.into(), "rank"),
         count(plan.cluster.cores.concat().len() as u64, "core"),
         args.dtype,
     );
-    let on_gpus = plan.cluster.device == DeviceKind::Cuda;
+    let on_gpus = plan.cluster.device() == DeviceKind::Cuda;
     let of = |moe: &MoeLayer| gpu::Stored::routed(&moe.experts).on_device(plan.cluster.fp8_products);
     let fp8_products = on_gpus && plan.spec.moe_layers().any(|(_, moe)| of(moe) == gpu::DeviceFormat::W8a8);
     if let Some(text) = super::serve::describe_weights(&plan) {

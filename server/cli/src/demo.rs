@@ -109,8 +109,8 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     println!("2. a service with {}, one process each", count(args.ranks.into(), "expert rank"));
     let serve = ServeArgs {
         model: Some(path.clone()),
-        ranks: Some(args.ranks),
-        device: Some(args.device),
+        ranks: Some(args.ranks.into()),
+        device: Some(args.device.into()),
         listen: Some("127.0.0.1:0".into()),
         admin_listen: Some(format!("unix:{}", folder.path().join("admin.sock").display())),
         metrics_listen: Some("127.0.0.1:0".into()),

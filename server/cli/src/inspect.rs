@@ -7,9 +7,12 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use super::serve::kinds::MemorySize;
 use super::serve::layers;
+use super::serve::plan::by_memory;
 use super::units::bytes;
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
+use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement, WeightFormat};
 use expertd_rank::end_with;
 use expertd_rank::share::available_memory;
@@ -54,6 +57,9 @@ pub struct InspectArgs {
     /// Layers to check and describe, as in `serve --layers`
     #[arg(long, default_value = "all")]
     pub layers: String,
+    /// Say how the experts would be divided between a GPU with this much memory for weights and CPU ranks, as in `serve`
+    #[arg(long, value_name = "SIZE", conflicts_with = "json")]
+    pub gpu_memory: Option<MemorySize>,
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
@@ -84,6 +90,14 @@ pub fn run(args: &InspectArgs) -> ExitCode {
             let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };
             let describe = if args.json { as_json } else { in_words };
             print!("{}", describe(&checkpoint, ranks, coverage));
+            match args.gpu_memory.map(|size| tiers(checkpoint.spec(), size.0)) {
+                Some(Ok(text)) => println!("{text}"),
+                Some(Err(problem)) => {
+                    eprintln!("expertd inspect: --gpu-memory {problem}");
+                    return ExitCode::from(ModelError::EXIT_CODE);
+                }
+                None => {}
+            }
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -103,6 +117,22 @@ pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
 fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize, products: Fp8Products) -> Vec<u64> {
     let held = |_, moe: &MoeLayer, rank| Placement::new(moe.experts.count, ranks).range(rank).len();
     gpu_bytes_of_ranks(spec, products, ranks, held)
+}
+
+/// What a mixed group with `budget` bytes of weights on its GPU would hold where.
+fn tiers(spec: &ModelSpec, budget: u64) -> Result<String, String> {
+    let placed = by_memory(spec, DeviceKind::Cuda, GPU_PRODUCTS, budget, 1)?;
+    let held =
+        |layer, _: &MoeLayer, rank| placed.layer(layer).map_or(0, |layer| layer.experts_of(rank).len());
+    let (resident, all) = spec.moe_layers().fold((0, 0), |(resident, all), (layer, moe)| {
+        (resident + held(layer, moe, Rank(0)), all + moe.experts.count)
+    });
+    let on_gpu = gpu_bytes_of_ranks(spec, GPU_PRODUCTS, 1, held)[0];
+    let on_cpus = bytes_of_ranks(spec, 2, held)[1];
+    let (on_gpu, on_cpus) = (bytes(on_gpu), bytes(on_cpus));
+    Ok(format!(
+        "tiers             {resident} of {all} experts on the GPU ({on_gpu}), the others on CPU ranks ({on_cpus})"
+    ))
 }
 
 fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {
@@ -286,6 +316,20 @@ mod tests {
     fn layers_are_formatted_as_ranges() {
         let layers: Vec<LayerId> = [0, 1, 2, 5, 7, 8].map(LayerId).to_vec();
         assert_eq!(ranges(&layers), "0 to 2, 5, 7 to 8");
+    }
+
+    #[test]
+    fn tiers_are_divided_by_the_memory_of_the_gpu() {
+        use expertd_model::synth::{self, SynthConfig};
+        let dir = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig { layers: 2, width: 128, ..SynthConfig::new("mixtral") }, dir.path())
+            .unwrap();
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let expert = checkpoint.spec().layers[0].as_ref().unwrap().experts.bytes;
+        let text = tiers(checkpoint.spec(), 7 * expert).unwrap();
+        assert!(text.contains(" 6 of 16 experts on the GPU"), "{text}");
+        assert!(tiers(checkpoint.spec(), u64::MAX).unwrap().contains("16 of 16"));
+        assert!(tiers(checkpoint.spec(), expert).unwrap_err().contains("one expert of each layer"));
     }
 
     #[test]

@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
+use super::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use super::serve::layers;
-use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::serve::plan::{MAX_BYTES_IN_FLIGHT, by_memory, default_bytes_in_flight, read_placement};
 use super::units::{bytes, count};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
@@ -17,6 +18,7 @@ use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
+use expertd_tier::{TierLayout, TierShape};
 use expertd_types::{Fp8Compute, Fp8Products, Rank};
 
 /// Bytes of the router beside messages, sessions and staging.
@@ -44,12 +46,15 @@ pub struct SizeArgs {
     /// The checkpoint.
     #[command(flatten)]
     pub checkpoint: CheckpointArgs,
-    /// Number of ranks
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
-    pub ranks: u32,
-    /// Device of the ranks
-    #[arg(long, value_enum, default_value_t = DeviceKind::Cpu)]
-    pub device: DeviceKind,
+    /// Number of ranks, as in `serve`
+    #[arg(long, default_value = "1")]
+    pub ranks: RankNumbers,
+    /// Device of the ranks, as in `serve`: cpu, cuda, or cuda,cpu
+    #[arg(long, default_value = "cpu")]
+    pub device: Kinds,
+    /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
+    #[arg(long, value_name = "SIZE", conflicts_with = "placement")]
+    pub gpu_memory: Option<MemorySize>,
     /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
     #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
     pub mxfp4_compute: Fp8Compute,
@@ -84,8 +89,12 @@ pub struct SizeArgs {
 struct MemoryNeeds {
     /// `[ranks]`, weights of each rank.
     weights: Vec<u64>,
-    /// Windows of one rank.
+    /// Number of ranks on GPUs: the first ones.
+    gpu_ranks: usize,
+    /// Windows of one rank, in the memory where its weights are.
     windows: u64,
+    /// The wire of a mixed group, in host memory; 0 in other groups.
+    wire: u64,
     /// Staging and rings of all ranks.
     channels: u64,
     /// Memory of the router, without channels and sessions.
@@ -98,26 +107,45 @@ struct MemoryNeeds {
 
 impl MemoryNeeds {
     fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<MemoryNeeds, String> {
-        let ranks = args.ranks as usize;
-        let placement =
-            args.placement.as_deref().map(|path| read_placement(path, spec, ranks)).transpose()?;
+        let (sources, workers) = group(args)?;
+        let ranks = (sources + workers) as usize;
+        let of_mxfp4 = args.mxfp4_compute == Fp8Compute::Fp8;
+        let products = Fp8Products { of_mxfp4, ..GPU_PRODUCTS };
+        let placement = match (&args.placement, args.gpu_memory) {
+            (Some(path), _) => Some(read_placement(path, spec, ranks)?),
+            (None, Some(budget)) if workers > 0 => {
+                let placed = by_memory(spec, args.device.first, products, budget.0, workers as usize);
+                Some(placed.map_err(|problem| format!("--gpu-memory {problem}"))?)
+            }
+            (None, Some(_)) => return Err("--gpu-memory needs --device cuda,cpu".to_owned()),
+            (None, None) if workers > 0 && args.device.first == DeviceKind::Cuda => {
+                return Err("--device cuda,cpu needs --gpu-memory or --placement".to_owned());
+            }
+            (None, None) => None,
+        };
         let share = ExpertShare::of_rank(Rank(0), ranks, placement);
         let held = |layer, moe: &MoeLayer, rank| match args.spare_experts {
             0 => share.layer(layer, moe).experts_of(rank).len(),
             spare => moe.experts.count.div_ceil(ranks).saturating_add(spare).min(moe.experts.count),
         };
         let per_step = args.max_tokens_per_step as usize;
-        let per_rank = per_step.div_ceil(ranks);
+        let per_rank = per_step.div_ceil(sources as usize);
         let max_top_k = spec.max_top_k();
         let shape = GroupShape {
-            ranks: args.ranks,
+            ranks: sources + workers,
+            sources,
             slots: args.slots,
             max_tokens_per_rank: per_rank,
             max_segments: per_rank,
             hidden: spec.hidden,
             max_top_k,
         };
-        let windows = match args.device {
+        let wire = match shape.is_mixed() {
+            true => TierLayout::new(TierShape::of(&shape)).map_err(|error| error.to_string())?.bytes(),
+            false => 0,
+        };
+        let windows = match args.device.first {
+            DeviceKind::Cpu if shape.is_mixed() => 0,
             DeviceKind::Cpu => expertd_rank_cpu::window_bytes(&shape).map_err(|error| error.to_string())?,
             DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
@@ -134,43 +162,53 @@ impl MemoryNeeds {
             ));
         }
         let router = ROUTER_BYTES + COPIES_IN_FLIGHT * in_flight;
-        let process = match args.device {
-            DeviceKind::Cpu => RANK_BYTES,
-            DeviceKind::Cuda => RANK_BYTES + CUDA_PROCESS_BYTES,
-        };
+        let gpu_ranks = if args.device.first == DeviceKind::Cuda { sources } else { 0 };
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
-        let weights = match args.device {
-            DeviceKind::Cpu => bytes_of_ranks(spec, ranks, held),
-            DeviceKind::Cuda => {
-                let of_mxfp4 = args.mxfp4_compute == Fp8Compute::Fp8;
-                gpu_bytes_of_ranks(spec, Fp8Products { of_mxfp4, ..GPU_PRODUCTS }, ranks, held)
-            }
-        };
+        let mut weights = bytes_of_ranks(spec, ranks, held);
+        let on_gpus = gpu_bytes_of_ranks(spec, products, gpu_ranks as usize, held);
+        weights[..gpu_ranks as usize].copy_from_slice(&on_gpus);
         Ok(MemoryNeeds {
             weights: weights.into_iter().map(padded).collect(),
+            gpu_ranks: gpu_ranks as usize,
             windows: windows as u64,
+            wire: wire as u64,
             channels: shape.channel_bytes().map_err(|error| error.to_string())? as u64,
             router: router as u64,
-            // The limit counts each session for the router and for each rank.
-            sessions: args.max_session_bytes / (ranks as u64 + 1),
-            processes: ranks as u64 * process,
+            // The limit counts each session for the router and for each rank that has rows.
+            sessions: args.max_session_bytes / (u64::from(sources) + 1),
+            processes: ranks as u64 * RANK_BYTES + u64::from(gpu_ranks) * CUDA_PROCESS_BYTES,
         })
     }
 
     /// Memory of the container.
-    fn host(&self, device: DeviceKind) -> u64 {
-        let weights_and_windows = match device {
-            DeviceKind::Cpu => self.weights.iter().sum::<u64>() + self.windows * self.weights.len() as u64,
-            DeviceKind::Cuda => 0,
-        };
-        [self.channels, self.router, self.sessions, self.processes]
+    fn host(&self) -> u64 {
+        let of_cpu_ranks = &self.weights[self.gpu_ranks..];
+        let windows = if self.gpu_ranks == 0 { self.windows * of_cpu_ranks.len() as u64 } else { 0 };
+        let weights_and_windows = of_cpu_ranks.iter().sum::<u64>() + windows;
+        [self.wire, self.channels, self.router, self.sessions, self.processes]
             .into_iter()
             .fold(weights_and_windows, u64::saturating_add)
     }
 
     /// Memory of the fullest GPU.
     fn device(&self) -> u64 {
-        self.weights.iter().max().copied().unwrap_or(0) + self.windows + DEVICE_RESERVE
+        self.weights[..self.gpu_ranks].iter().max().copied().unwrap_or(0) + self.windows + DEVICE_RESERVE
+    }
+}
+
+/// Numbers of source ranks and of CPU ranks beside them.
+fn group(args: &SizeArgs) -> Result<(u32, u32), String> {
+    let RankNumbers { first, second } = args.ranks;
+    let workers = second.unwrap_or(0);
+    if (args.device.is_mixed && first != 1) || args.device.is_mixed != (workers > 0) {
+        return Err(format!(
+            "--ranks is {}, expected 1,CPU_RANKS with --device cuda,cpu and one number otherwise",
+            args.ranks
+        ));
+    }
+    match first.saturating_add(workers) {
+        1..=8 => Ok((first, workers)),
+        ranks => Err(format!("--ranks is {ranks} in all, must be 1 to 8")),
     }
 }
 
@@ -204,7 +242,7 @@ fn block(sizes: &MemoryNeeds, args: &SizeArgs, held: &str) -> String {
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "# {name:<10} {value}");
     };
-    let (device, ranks) = (args.device, args.ranks);
+    let (device, ranks) = (args.device, sizes.weights.len() as u32);
     line(
         "service",
         format!(
@@ -213,34 +251,44 @@ fn block(sizes: &MemoryNeeds, args: &SizeArgs, held: &str) -> String {
             count(ranks.into(), "rank")
         ),
     );
-    let where_weights_are = match device {
-        DeviceKind::Cpu => "in this memory",
-        DeviceKind::Cuda => "on GPUs",
-    };
-    let all: u64 = sizes.weights.iter().sum();
-    line("weights", format!("{} of all ranks, {where_weights_are}", bytes(all)));
-    line("windows", format!("{} per rank, {where_weights_are}", bytes(sizes.windows)));
+    let where_weights_are = if sizes.gpu_ranks == 0 { "in this memory" } else { "on GPUs" };
+    if device.is_mixed {
+        let of_workers: u64 = sizes.weights[1..].iter().sum();
+        let of_source = bytes(sizes.weights[0]);
+        line(
+            "weights",
+            format!("{of_source} of the first rank, {where_weights_are}; {} of CPU ranks", bytes(of_workers)),
+        );
+        line("wire", bytes(sizes.wire));
+    } else {
+        let all: u64 = sizes.weights.iter().sum();
+        line("weights", format!("{} of all ranks, {where_weights_are}", bytes(all)));
+        line("windows", format!("{} per rank, {where_weights_are}", bytes(sizes.windows)));
+    }
     line("staging", bytes(sizes.channels));
     line("router", format!("up to {}", bytes(sizes.router)));
     line("sessions", format!("up to {}", bytes(sizes.sessions)));
     line("ranks", bytes(sizes.processes));
-    if device == DeviceKind::Cuda {
+    if sizes.gpu_ranks > 0 {
         line("GPU", format!("{} on the fullest one", bytes(sizes.device())));
     }
-    let memory = sizes.host(device).div_ceil(1 << 30);
-    let per_rank = if device == DeviceKind::Cpu { 8 } else { 4 };
-    let cores = args.cores.unwrap_or(ranks * per_rank);
+    let memory = sizes.host().div_ceil(1 << 30);
+    let gpu_ranks = sizes.gpu_ranks as u32;
+    let cores = args.cores.unwrap_or(4 * gpu_ranks + 8 * (ranks - gpu_ranks));
     line(
         "cores",
         if args.cores.is_some() {
             "as given".to_owned()
         } else {
-            format!("{per_rank} for each rank; --cores gives others")
+            let kinds = [(gpu_ranks, "4 for each GPU rank"), (ranks - gpu_ranks, "8 for each CPU rank")];
+            let kinds: Vec<&str> =
+                kinds.iter().filter(|(ranks, _)| *ranks > 0).map(|(_, text)| *text).collect();
+            format!("{}; --cores gives others", kinds.join(", "))
         },
     );
-    let gpus = match device {
-        DeviceKind::Cpu => String::new(),
-        DeviceKind::Cuda => format!(", nvidia.com/gpu: \"{ranks}\""),
+    let gpus = match gpu_ranks {
+        0 => String::new(),
+        gpus => format!(", nvidia.com/gpu: \"{gpus}\""),
     };
     let list = format!("{{ cpu: \"{cores}\", memory: {memory}Gi{gpus} }}");
     let _ = write!(text, "resources:\n  requests: {list}\n  limits: {list}\n");

@@ -58,7 +58,7 @@ pub struct LoaderSetup {
     pub ranks: u32,
     /// The device that the rank runs on.
     pub device: DeviceKind,
-    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    /// The GPUs of the GPU ranks, which are the first ones, as indices among the GPUs that the process may use.
     pub gpus: Vec<u32>,
     /// The checkpoint.
     pub checkpoint: CheckpointSource,
@@ -116,7 +116,7 @@ pub struct RankSetup {
     pub row_counts: RowCountsShape,
     /// The device.
     pub device: DeviceKind,
-    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    /// The GPUs of the GPU ranks, which are the first ones, as indices among the GPUs that the process may use.
     pub gpus: Vec<u32>,
     /// Fingerprint of the weights. A loader has packed the rank's share; its descriptors are the last that the router sends.
     pub fingerprint: WeightFingerprint,
@@ -130,6 +130,8 @@ pub struct RankSetup {
     pub spin: Duration,
     /// Time limit of a wait for peers within a step.
     pub peer_timeout: Duration,
+    /// Time limit of a step, within which the source of a mixed group waits for CPU ranks.
+    pub step_timeout: Duration,
     /// Interval of the rank's heartbeat.
     pub heartbeat: Duration,
 }

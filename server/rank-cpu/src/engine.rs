@@ -1,12 +1,17 @@
-//! The engine of a CPU rank: gate, experts and exchange in f32.
+//! The engines of CPU ranks: gate, experts and exchange in f32. In a mixed group a CPU rank has one of two other engines, which use the
+//! wire of [`expertd_tier`] in place of windows: that of the source, and that of a rank without rows of its own.
 
 mod grouped;
 mod phases;
+mod source;
+mod worker;
 
 use std::sync::Arc;
 
 use self::grouped::GroupedRows;
 use self::phases::{StepRows, compute_received};
+use self::source::SourceEngine;
+use self::worker::WorkerEngine;
 use crate::weights::{RankLayer, RankWeights as MappedWeights, map};
 use crate::{CpuGroup, HostRouting};
 use expertd_compute::experts::cpu::{Workspace, WorkspaceSize};
@@ -31,6 +36,37 @@ struct StepBuffers {
     shared: AlignedBuffer<f32>,
 }
 
+impl StepBuffers {
+    fn new(spec: &ModelSpec, shape: &GroupShape) -> Self {
+        let elements = shape.max_tokens_per_rank * shape.hidden;
+        let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
+        StepBuffers {
+            rows: AlignedBuffer::resident(elements),
+            out: AlignedBuffer::resident(elements),
+            shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
+        }
+    }
+}
+
+/// Adds the rows that this rank's experts have computed to its counts.
+fn count_rows(counts: &RowCounts, rank: Rank, layer: u32, weights: &RankLayer, grouped: &GroupedRows) {
+    let computed = weights.mine.iter().zip(grouped.rows_per_expert());
+    for (&expert, rows) in computed.filter(|&(_, rows)| rows != 0) {
+        counts.add(rank, layer as usize, expert as usize, rows);
+    }
+}
+
+/// Attaches the memory of a client, which must be host memory.
+fn attach_to(memories: &mut HostMemories, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+    match client {
+        ClientMemory::Host(bytes) => memories.attach(memory, bytes),
+        ClientMemory::Device(_) => {
+            let text = "ranks on CPUs cannot access the memory of a GPU; open a host session, or serve with --device cuda";
+            Err(text.to_owned())
+        }
+    }
+}
+
 /// The engine of one CPU rank.
 pub(crate) struct CpuEngine {
     group: CpuGroup,
@@ -45,7 +81,6 @@ pub(crate) struct CpuEngine {
     sigmoids: Vec<f32>,
     rank: Rank,
     row_counts: RowCounts,
-    weight_bytes: u64,
     memories: HostMemories,
 }
 
@@ -56,7 +91,7 @@ fn workspace(
     shape: &GroupShape,
     threads: usize,
 ) -> Workspace {
-    let ranks = shape.ranks as usize;
+    let ranks = shape.sources as usize;
     let widths =
         spec.moe_layers().map(|(_, moe)| moe.experts.width.max(moe.shared.as_ref().map_or(0, |s| s.width)));
     let local = layers.iter().flatten().map(|layer| layer.mine.len());
@@ -84,67 +119,65 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         .map_err(setup_failure)?;
     joining.clock.end("threads");
     let windows = joining.next_fd("the windows")?;
-    let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
-    joining.clock.end("windows");
     let weights = joining.next_fd("the weights")?;
     let ranks = setup.shape.ranks as usize;
     let weights = map(weights, setup.rank, ranks, &setup.fingerprint, setup.fp8_products)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");
-    let engine = CpuEngine::new(setup, group, pool, weights, joining.row_counts.clone());
-    joining.clock.end("buffers");
+    let parts = Parts { pool, weights, row_counts: joining.row_counts.clone() };
+    let (weight_bytes, device) = (parts.weights.weight_bytes, parts.device());
+    let engine: Box<dyn StepEngine> = if !setup.shape.is_mixed() {
+        let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
+        Box::new(CpuEngine::new(setup, group, parts))
+    } else if setup.rank.0 < setup.shape.sources {
+        Box::new(SourceEngine::new(setup, windows, parts).map_err(setup_failure)?)
+    } else {
+        Box::new(WorkerEngine::new(setup, windows, parts).map_err(setup_failure)?)
+    };
+    joining.clock.end("windows and buffers");
     // Steps can begin meanwhile: a page that is not mapped yet costs them a fault.
     let mapping = std::thread::Builder::new().name("map-weights".into());
     mapping.spawn(move || memory.populate()).map_err(setup_failure)?;
-    let (weight_bytes, device) = (engine.weight_bytes(), engine.device());
-    Ok(Loaded { engine: Box::new(engine), weight_bytes, device, usage: None })
+    Ok(Loaded { engine, weight_bytes, device, usage: None })
+}
+
+/// What the engines of CPU ranks are made of.
+struct Parts {
+    pool: rayon::ThreadPool,
+    weights: MappedWeights,
+    row_counts: RowCounts,
+}
+
+impl Parts {
+    /// Human-readable description of the device.
+    fn device(&self) -> String {
+        format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
+    }
 }
 
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
-    fn new(
-        setup: &RankSetup,
-        group: CpuGroup,
-        pool: rayon::ThreadPool,
-        weights: MappedWeights,
-        row_counts: RowCounts,
-    ) -> Self {
-        let MappedWeights { spec, layers, weight_bytes, .. } = weights;
+    fn new(setup: &RankSetup, group: CpuGroup, parts: Parts) -> Self {
+        let Parts { pool, weights, row_counts } = parts;
+        let MappedWeights { spec, layers, .. } = weights;
         let threads = pool.current_num_threads();
         let workspace = workspace(&spec, &layers, &setup.shape, threads);
         let capacity = setup.shape.max_tokens_per_rank;
-        let elements = capacity * setup.shape.hidden;
-        let any_shared = spec.moe_layers().any(|(_, moe)| moe.shared.is_some());
         CpuEngine {
             group,
             pool,
             hidden: setup.shape.hidden,
             layers,
-            buffers: StepBuffers {
-                rows: AlignedBuffer::resident(elements),
-                out: AlignedBuffer::resident(elements),
-                shared: AlignedBuffer::resident(if any_shared { elements } else { 0 }),
-            },
+            buffers: StepBuffers::new(&spec, &setup.shape),
             grouped: GroupedRows::default(),
             workspace,
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; capacity],
             rank: setup.rank,
             row_counts,
-            weight_bytes,
             memories: HostMemories::default(),
         }
-    }
-
-    /// Size of the weights that this rank holds, in bytes.
-    pub(crate) const fn weight_bytes(&self) -> u64 {
-        self.weight_bytes
-    }
-
-    /// Human-readable description of the device.
-    pub(crate) fn device(&self) -> String {
-        format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
     }
 }
 
@@ -202,10 +235,7 @@ impl StepEngine for CpuEngine {
             compute_received(layer, batches, hidden, &mut self.grouped, &mut self.workspace, &self.pool);
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
-        let computed = layer.mine.iter().zip(self.grouped.rows_per_expert());
-        for (&expert, rows) in computed.filter(|&(_, rows)| rows != 0) {
-            self.row_counts.add(self.rank, step.layer as usize, expert as usize, rows);
-        }
+        count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
 
         self.group.combine(slot, out)?;
         if layer.shared.is_some() {
@@ -219,13 +249,7 @@ impl StepEngine for CpuEngine {
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
-        match client {
-            ClientMemory::Host(bytes) => self.memories.attach(memory, bytes),
-            ClientMemory::Device(_) => {
-                let text = "ranks on CPUs cannot access the memory of a GPU; open a host session, or serve with --device cuda";
-                Err(text.to_owned())
-            }
-        }
+        attach_to(&mut self.memories, memory, client)
     }
 
     fn detach(&mut self, memory: MemoryId) {

@@ -64,6 +64,8 @@ pub(crate) struct RankLayer {
     pub(crate) gate: CpuGate,
     /// The ranks that own each expert.
     pub(crate) owners: ExpertOwners,
+    /// Whether the first rank owns all of them, by the placement. In a mixed group it then runs the layer's steps alone.
+    pub(crate) is_whole: bool,
     /// Experts that this rank owns, ascending.
     pub(crate) mine: Vec<u32>,
     /// `[experts]`: index in `mine` of each expert, or [`NOT_HERE`].
@@ -403,7 +405,8 @@ impl Parts {
             })? = index;
         }
         let kind = ExpertKind::routed(&moe.experts, self.fp8_products);
-        Ok(RankLayer { gate, owners, mine, local, kind, experts, shared })
+        let is_whole = share.is_whole(layer);
+        Ok(RankLayer { gate, owners, is_whole, mine, local, kind, experts, shared })
     }
 }
 

@@ -41,7 +41,9 @@ impl DeviceFormat {
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 => (4.0, 3.5e6),
             DeviceFormat::Int4 | DeviceFormat::Int4Zeros => (4.0, f64::INFINITY),
+            DeviceFormat::Nvfp4 => (2.0, f64::INFINITY),
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
+            DeviceFormat::Mxfp8 => (0.5, 8e5),
             DeviceFormat::W8a8 => (0.5, 1e6),
         };
         load.rows() <= rows && load.bytes() <= bytes
@@ -89,6 +91,8 @@ mod tests {
             (DeviceFormat::Int4, QWEN3, 1, &[1, 2, 8, 16, 32, 48, 64], &[96, 128]),
             (DeviceFormat::Int4, DEEPSEEK, 1, &[1, 8, 32], &[]),
             (DeviceFormat::Int4Zeros, QWEN3, 1, &[1, 2, 8, 16, 32, 48, 64], &[96, 128]),
+            (DeviceFormat::Nvfp4, QWEN3, 1, &[1, 2, 4, 8, 16, 32], &[64, 96, 128]),
+            (DeviceFormat::Mxfp8, QWEN3, 1, &[1, 2], &[4, 8, 16, 32, 64, 128]),
             (DeviceFormat::W8a8, QWEN3, 4, &[1, 2], &[8, 16, 32]),
             (DeviceFormat::W8a8, QWEN3, 1, &[1], &[8]),
             (DeviceFormat::W8a8, DEEPSEEK, 4, &[], &[1, 8]),

@@ -13,6 +13,10 @@ const UNIT_ROWS: usize = 16;
 const UNIT_COLS: usize = 128;
 /// Columns that share a scale and a zero point of INT4 weights.
 pub(crate) const INT4_COLS: usize = 32;
+/// Columns that share a scale of NVFP4 weights.
+pub(crate) const NVFP4_COLS: usize = 16;
+/// Columns that share an exponent of MXFP4 and MXFP8 weights.
+pub(crate) const MX_COLS: usize = 32;
 
 /// Rounds a hidden or intermediate size up to the next one that the kernels support.
 pub(crate) const fn padded(size: usize) -> usize {
@@ -35,6 +39,10 @@ pub enum DeviceFormat {
     Int4,
     /// The same with a zero point for every scale.
     Int4Zeros,
+    /// NVFP4 with e4m3 scales for 16 columns, widened to bf16 for products with rows in bf16.
+    Nvfp4,
+    /// MXFP8, widened to bf16 for products with rows in bf16.
+    Mxfp8,
 }
 
 /// The properties of stored weights that decide on their device format.
@@ -87,18 +95,19 @@ impl Stored {
                 }
             }
             // Only the weights of such a checkpoint are quantised. Rows stay in bf16, whatever `products` says.
-            WeightFormat::Int4 if has_groups_of_32(self.scale_cols) => {
+            WeightFormat::Int4 if has_groups_of(INT4_COLS, self.scale_cols) => {
                 if self.zero_points {
                     DeviceFormat::Int4Zeros
                 } else {
                     DeviceFormat::Int4
                 }
             }
+            WeightFormat::Nvfp4 if has_groups_of(NVFP4_COLS, self.scale_cols) => DeviceFormat::Nvfp4,
+            WeightFormat::Mxfp8 => DeviceFormat::Mxfp8,
             WeightFormat::Bf16
             | WeightFormat::F16
             | WeightFormat::F32
             | WeightFormat::Fp8E4m3
-            | WeightFormat::Mxfp8
             | WeightFormat::Nvfp4
             | WeightFormat::Int4 => DeviceFormat::Bf16,
         }
@@ -116,16 +125,23 @@ impl Stored {
             (WeightFormat::Int4, DeviceFormat::Int4 | DeviceFormat::Int4Zeros) => {
                 "INT4, as stored; products in bf16".to_owned()
             }
-            (format @ (WeightFormat::Int4 | WeightFormat::Fp8E4m3), DeviceFormat::Bf16) => {
+            (
+                format @ (WeightFormat::Int4 | WeightFormat::Nvfp4 | WeightFormat::Fp8E4m3),
+                DeviceFormat::Bf16,
+            ) => {
                 let cols = self.scale_cols.unwrap_or_default();
-                let (parts, unit) =
-                    if format == WeightFormat::Int4 { ("groups", INT4_COLS) } else { ("blocks", FP8_COLS) };
+                let (parts, unit) = match format {
+                    WeightFormat::Int4 => ("groups", INT4_COLS),
+                    WeightFormat::Nvfp4 => ("groups", NVFP4_COLS),
+                    _ => ("blocks", FP8_COLS),
+                };
                 format!(
                     "bf16, rounded once, because {parts} of {cols} columns are no multiple of {unit} wide"
                 )
             }
-            (WeightFormat::Nvfp4, _) => "bf16, rounded once with the factor of the matrix".to_owned(),
-            (WeightFormat::Mxfp8, _) => "bf16, which holds the values exactly".to_owned(),
+            (format @ (WeightFormat::Nvfp4 | WeightFormat::Mxfp8), _) => {
+                format!("{}, as stored; products in bf16", format.to_string().to_uppercase())
+            }
             (WeightFormat::Mxfp4, DeviceFormat::W8a8) => {
                 "FP8, re-encoded from MXFP4; products in FP8".to_owned()
             }
@@ -146,6 +162,8 @@ impl DeviceFormat {
             DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Mxfp4),
             DeviceFormat::Mxfp4 => matches!(stored, WeightFormat::Mxfp4),
             DeviceFormat::Int4 | DeviceFormat::Int4Zeros => matches!(stored, WeightFormat::Int4),
+            DeviceFormat::Nvfp4 => matches!(stored, WeightFormat::Nvfp4),
+            DeviceFormat::Mxfp8 => matches!(stored, WeightFormat::Mxfp8),
         }
     }
 
@@ -169,7 +187,9 @@ impl DeviceFormat {
         let (code_bits, scale_bytes) = match self {
             DeviceFormat::Bf16 => return rows * cols * 2,
             DeviceFormat::Fp8 | DeviceFormat::W8a8 => (8, UNIT_ROWS * 4),
-            DeviceFormat::Mxfp4 => (4, UNIT_ROWS * UNIT_COLS / 32),
+            DeviceFormat::Mxfp4 => (4, UNIT_ROWS * UNIT_COLS / MX_COLS),
+            DeviceFormat::Mxfp8 => (8, UNIT_ROWS * UNIT_COLS / MX_COLS),
+            DeviceFormat::Nvfp4 => (4, UNIT_ROWS * UNIT_COLS / NVFP4_COLS),
             DeviceFormat::Int4 => (4, UNIT_ROWS * UNIT_COLS / INT4_COLS * 2),
             DeviceFormat::Int4Zeros => (4, UNIT_ROWS * UNIT_COLS / INT4_COLS * 5 / 2),
         };
@@ -187,11 +207,11 @@ impl DeviceFormat {
     }
 }
 
-/// Whether no scale or zero point changes within 32 columns, from a multiple of 32 on.
-const fn has_groups_of_32(scale_cols: Option<usize>) -> bool {
+/// Whether no scale or zero point changes within `cols` columns, from a multiple of `cols` on.
+const fn has_groups_of(cols: usize, scale_cols: Option<usize>) -> bool {
     match scale_cols {
         None => true,
-        Some(cols) => cols.is_multiple_of(INT4_COLS),
+        Some(scale_cols) => scale_cols.is_multiple_of(cols),
     }
 }
 
@@ -225,7 +245,7 @@ mod tests {
 
     #[test]
     fn the_device_format_follows_from_the_scales() {
-        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, W8a8};
+        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W8a8};
         for cols in [None, Some(32), Some(64), Some(96), Some(128)] {
             assert_eq!(on_device(WeightFormat::Int4, cols), [Int4, Int4], "{cols:?}");
             let stored =
@@ -235,8 +255,11 @@ mod tests {
         for narrow in [8, 16, 48, 100] {
             assert_eq!(on_device(WeightFormat::Int4, Some(narrow)), [Bf16, Bf16], "{narrow}");
         }
-        assert_eq!(on_device(WeightFormat::Nvfp4, Some(16)), [Bf16, Bf16]);
-        assert_eq!(on_device(WeightFormat::Mxfp8, Some(32)), [Bf16, Bf16]);
+        for wide in [None, Some(16), Some(32)] {
+            assert_eq!(on_device(WeightFormat::Nvfp4, wide), [Nvfp4, Nvfp4], "{wide:?}");
+        }
+        assert_eq!(on_device(WeightFormat::Nvfp4, Some(8)), [Bf16, Bf16]);
+        assert_eq!(on_device(WeightFormat::Mxfp8, None), [Mxfp8, Mxfp8]);
         assert_eq!(on_device(WeightFormat::Mxfp4, None), [Mxfp4, Mxfp4]);
         for wide in [None, Some(128), Some(256)] {
             assert_eq!(on_device(WeightFormat::Fp8E4m3, wide), [W8a8, Fp8], "{wide:?}");
@@ -244,14 +267,16 @@ mod tests {
         for narrow in [32, 64, 96, 192] {
             assert_eq!(on_device(WeightFormat::Fp8E4m3, Some(narrow)), [Bf16, Bf16], "{narrow}");
         }
-        for (format, parts, unit, name) in
-            [(WeightFormat::Int4, "groups", 32, "INT4"), (WeightFormat::Fp8E4m3, "blocks", 128, "FP8")]
-        {
+        for (format, parts, unit, name) in [
+            (WeightFormat::Int4, "groups", 32, "INT4"),
+            (WeightFormat::Nvfp4, "groups", 16, "NVFP4"),
+            (WeightFormat::Fp8E4m3, "blocks", 128, "FP8"),
+        ] {
             let of = |cols| Stored { format, scale_cols: Some(cols), zero_points: false, is_mixed: false };
-            let text = of(16).explain(Fp8Products::OF_FP8);
+            let text = of(8).explain(Fp8Products::OF_FP8);
             assert_eq!(
                 text,
-                format!("bf16, rounded once, because {parts} of 16 columns are no multiple of {unit} wide")
+                format!("bf16, rounded once, because {parts} of 8 columns are no multiple of {unit} wide")
             );
             assert!(of(128).explain(Fp8Products::OF_FP8).starts_with(name));
         }
@@ -299,15 +324,17 @@ mod tests {
             DeviceFormat::Int4Zeros.expert_bytes(256, 128, false),
             units * (1024 + 128 + 32) + factors
         );
+        assert_eq!(DeviceFormat::Nvfp4.expert_bytes(256, 128, false), units * (1024 + 128) + factors);
+        assert_eq!(DeviceFormat::Mxfp8.expert_bytes(256, 128, false), units * (2048 + 64) + factors);
     }
 
     /// The kernels compute sizes by themselves.
     #[cfg(feature = "cuda")]
     #[test]
     fn sizes_are_those_of_the_kernels() {
-        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, W8a8};
+        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W8a8};
         use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, matrix_bytes};
-        for format in [Bf16, Fp8, W8a8, Mxfp4, Int4, Int4Zeros] {
+        for format in [Bf16, Fp8, W8a8, Mxfp4, Int4, Int4Zeros, Nvfp4, Mxfp8] {
             for (hidden, inter) in [(64, 128), (192, 256), (2048, 768), (2880 - 64, 2880 - 64)] {
                 let kernels = [PACK_GATE_UP, PACK_DOWN]
                     .map(|kind| matrix_bytes(format.code(), kind, hidden, inter) as usize);

@@ -104,11 +104,11 @@ fn visible(list: &str) -> u32 {
     list.split(',').map(str::trim).take_while(valid).count() as u32
 }
 
-/// The kernels' sizes for a group of this shape, with a model of at most `experts` experts per layer.
+/// The kernels' sizes for the source ranks of a group of this shape, with a model of at most `experts` experts per layer.
 #[must_use]
 pub fn kernel_shape(shape: &GroupShape, experts: usize) -> Shape {
     Shape {
-        ranks: shape.ranks,
+        ranks: shape.sources,
         max_tokens: shape.max_tokens_per_rank as u32,
         hidden: shape.hidden.next_multiple_of(ROW_UNIT) as u32,
         top_k: shape.max_top_k as u32,
@@ -245,6 +245,7 @@ mod tests {
     fn rows_are_padded_to_the_kernels_row_unit() {
         let shape = GroupShape {
             ranks: 2,
+            sources: 2,
             slots: 3,
             max_tokens_per_rank: 10,
             max_segments: 10,

@@ -1,6 +1,6 @@
 //! Expert ranks on GPUs.
 //!
-//! [`check`], [`copy_tables`], [`environment`], [`present`], [`RankGpu`], [`Stored`], [`weight_bytes`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
+//! [`check`], [`copy_tables`], [`resident_tables`], [`environment`], [`present`], [`RankGpu`], [`Stored`], [`weight_bytes`] and [`window_bytes`] need no access to a GPU; they are part of every build, and
 //! the router uses them. With feature `cuda`, [`pack`] loads weights, [`load`] makes the engine, and [`probe`], [`inventory`] and [`ceilings`]
 //! inspect the machine's GPUs.
 
@@ -26,7 +26,7 @@ pub use host::{
     ALIGNED, BUILD_HINT, BUILT, Check, EAGER, check, environment, kernel_shape, numa_nodes, present,
     window_bytes,
 };
-pub use placement::copy_tables;
+pub use placement::{copy_tables, resident_tables};
 
 use expertd_ipc::control::LoaderSetup;
 use expertd_kernels::ceilings::Ceilings;

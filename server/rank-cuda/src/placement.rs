@@ -20,6 +20,16 @@ pub fn copy_tables(spec: &ModelSpec, share: &ExpertShare) -> Option<CopyTables> 
     Some(CopyTables::new((0..).zip(&spec.layers).map(of).collect()))
 }
 
+/// The tables of the experts that the source of a mixed group holds. Its kernels see a group of it alone.
+#[must_use]
+pub fn resident_tables(spec: &ModelSpec, share: &ExpertShare) -> CopyTables {
+    let of = |(layer, moe): (u32, &Option<_>)| match moe {
+        Some(moe) => vec![share.experts(LayerId(layer), moe)],
+        None => Vec::new(),
+    };
+    CopyTables::new((0..).zip(&spec.layers).map(of).collect())
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -45,6 +55,17 @@ mod tests {
         let spec = spec();
         assert_eq!(copy_tables(&spec, &share(None, 3)), None);
         assert_eq!(copy_tables(&spec, &share(Some(ExpertPlacement::new(1, [])), 1)), None);
+    }
+
+    #[test]
+    fn a_source_has_its_own_experts_only() {
+        let placed = LayerPlacement::new(vec![vec![6, 1], vec![0, 2, 3, 4, 5, 7]]);
+        let share = share(Some(ExpertPlacement::new(2, [(LayerId(1), placed)])), 2);
+        let tables = resident_tables(&spec(), &share);
+        // Layer 0 is not placed: the source has its first half.
+        assert_eq!((tables.per_rank(), tables.local_ids(0)), (4, vec![0, 1, 2, 3, 1, 6, 0, 0]));
+        let resident = tables.resident(0);
+        assert_eq!(resident[MAX_EXPERTS..][..8], [0xffff, 0, 0xffff, 0xffff, 0xffff, 0xffff, 1, 0xffff]);
     }
 
     /// Layer 1 is placed with copies; layer 0 keeps contiguous ranges, but its rows are looked up, too.

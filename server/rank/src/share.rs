@@ -33,6 +33,12 @@ impl ExpertShare {
         self.placement.is_some()
     }
 
+    /// Whether the first rank owns all experts of a layer by the placement: in a mixed group the layer's steps are its alone.
+    #[must_use]
+    pub fn is_whole(&self, layer: LayerId) -> bool {
+        self.placement.as_ref().is_some_and(|placement| placement.is_whole(layer, Rank(0)))
+    }
+
     /// The owners of a layer's experts.
     #[must_use]
     pub fn layer(&self, layer: LayerId, moe: &MoeLayer) -> LayerPlacement {

@@ -86,10 +86,10 @@ fn calls_that_open_no_session_are_refused_with_a_sentence() {
 }
 
 /// A client that speaks the protocol by itself.
-pub(super) struct Client {
-    pub(super) endpoint: Endpoint,
+struct Client {
+    endpoint: Endpoint,
     /// The session ends with it.
-    call: OpenCall,
+    _call: OpenCall,
 }
 
 /// A call that lasts as long as its session.
@@ -115,17 +115,7 @@ pub(super) fn open_call(
 }
 
 impl Client {
-    /// Why the session has ended.
-    pub(super) fn reason(&mut self, runtime: &tokio::runtime::Runtime) -> String {
-        let message =
-            runtime.block_on(async { tokio::time::timeout(LOST, self.call.1.message()).await.unwrap() });
-        match message {
-            Ok(Some(NetworkSessionResponse { message: Some(Message::Ended(reason)) })) => reason,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    pub(super) fn open(
+    fn open(
         runtime: &tokio::runtime::Runtime,
         library: &std::sync::Arc<Library>,
         service: &Service,
@@ -146,7 +136,7 @@ impl Client {
         let (call, opened) = open_call(runtime, service, open).unwrap();
         let agent = Card { metadata: opened.metadata.to_vec(), rows_address: opened.rows_address };
         endpoint.connect(&agent).unwrap();
-        Client { endpoint, call }
+        Client { endpoint, _call: call }
     }
 }
 

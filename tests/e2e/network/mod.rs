@@ -135,13 +135,9 @@ fn calls_that_are_invalid_fail_alone() {
 
 /// Bytes of memory of a process that no file holds.
 fn anonymous(pid: u32) -> u64 {
-    anonymous_of(&std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap()).unwrap()
-}
-
-/// The same from what `/proc/PID/status` says; nothing of a process that has ended.
-fn anonymous_of(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
-    Some(line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024)
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
 /// Calls of random sizes from four threads: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise.

@@ -284,6 +284,26 @@ fn sessions_of_several_gpus_call_at_once() {
     println!("answers of two sessions on each GPU: {counts:?}");
 }
 
+#[test]
+#[ignore = "needs two GPUs; run on a machine that has them with `-- --ignored`"]
+fn a_gpu_that_the_service_does_not_see_is_refused() {
+    assert!(gpus() > 1, "this test needs two GPUs");
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_else(|_| "0".to_owned());
+    let first = visible.split(',').next().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let address = format!("unix:{}", folder.path().join("session.sock").display());
+    let flags = ["--device", "cuda", "--session-listen", &address];
+    let service = Service::start_with(FAMILY, 1, &flags, &[("CUDA_VISIBLE_DEVICES", first)]);
+    let host = Host { service, address, _folder: folder };
+    let open = |device| {
+        let options = CudaSessionOptions { device, memory_bytes: MEMORY, ..CudaSessionOptions::default() };
+        CudaSession::open(&host.address, &options)
+    };
+    let error = open(1).unwrap_err().to_string();
+    assert!(error.contains("does not see"), "{error}");
+    open(0).unwrap();
+}
+
 /// Opens a session as the client library does, and returns its socket, its memory and its control region.
 fn open_raw(host: &Host, gpu: &Arc<Gpu>) -> (UnixStream, DeviceMemory, ControlMemory) {
     let memory = DeviceMemory::allocate(gpu, 2 << 20).unwrap();

@@ -14,6 +14,7 @@ mod other_checkpoints;
 #[allow(dead_code, unreachable_pub, reason = "an example is a program")]
 mod rust_example;
 mod seen;
+mod tiers;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,6 +1,6 @@
 //! Checkpoints that are no fixtures, over gRPC and through both kinds of sessions, while ranks are killed and stopped. One of each family
 //! is drawn, and a CPU rank records the right answers; or all lie in the folder `EXPERTD_TEST_CHECKPOINTS`, as `scripts/golden.py
-//! --random 1` writes them. On GPUs:
+//! --random 1` writes them and `scripts/bf16_reference.py --write` measures their blocks in bf16. On GPUs:
 //!
 //!     cargo test --release --features cuda --test e2e other_checkpoints -- --ignored --nocapture
 
@@ -19,10 +19,20 @@ use crate::service::{load, part};
 
 /// Rows that are recorded of each layer.
 const ROWS: usize = 16;
+/// Calls of the CUDA session that are awaited before the first fault and after each. Where ranks share a GPU, each takes some 0.1 s.
+const CUDA_CALLS: u64 = 5;
 /// Largest relative errors of rows in bf16: their root mean square, and a single one. Rows of small checkpoints
-/// are up to 4e-2 off in Hugging Face's own bf16 blocks (`scripts/bf16_reference.py`).
+/// are up to 4e-2 off in Hugging Face's own bf16 blocks.
 const GPU_TOLERANCE: Errors = Errors { mean: 1e-2, largest: 5e-2 };
 const CPU_TOLERANCE: Errors = Errors { mean: 1e-5, largest: 1e-5 };
+
+/// The limits of a checkpoint on GPUs. The root mean square may be that of Hugging Face's own blocks in bf16, which the file `bf16-error`
+/// beside the recording holds.
+fn limits_on_gpus(model: &Path) -> Errors {
+    let file = std::fs::read_to_string(model.join("bf16-error"));
+    let of_reference: f64 = file.map_or(0.0, |text| text.trim().parse().expect("bf16-error holds a number"));
+    Errors { mean: GPU_TOLERANCE.mean.max(of_reference), ..GPU_TOLERANCE }
+}
 
 /// Relative errors of rows.
 #[derive(Clone, Copy, Debug)]
@@ -142,7 +152,7 @@ fn errors_and_faults(model: &Path, ranks: u32, device: &str, allowed: f64) -> Er
             let before = of_cuda.load(Ordering::Relaxed);
             over_sessions.goes_on();
             eventually(LOST, "the CUDA session is answered", || {
-                !has_cuda || of_cuda.load(Ordering::Relaxed) > before + 20
+                !has_cuda || of_cuda.load(Ordering::Relaxed) > before + CUDA_CALLS
             });
         };
         go_on();
@@ -203,7 +213,7 @@ fn answers_of_other_checkpoints_stay_right_through_kills_and_stops() {
     let mut beyond = Vec::new();
     for model in &checkpoints {
         let errors = errors_and_faults(model, most_ranks(), "cuda", GPU_TOLERANCE.largest);
-        if !errors.are_within(GPU_TOLERANCE) {
+        if !errors.are_within(limits_on_gpus(model)) {
             beyond.push((model, errors));
         }
     }

@@ -17,6 +17,7 @@ pub const LIMIT: f32 = 1.5;
 const SUM_ERROR: f64 = 1.0 / 2048.0;
 
 /// One expert.
+#[derive(Clone)]
 pub struct Expert {
     pub gate: Stored,
     pub up: Stored,
@@ -24,6 +25,14 @@ pub struct Expert {
     pub gate_bias: Vec<f32>,
     pub up_bias: Vec<f32>,
     pub down_bias: Vec<f32>,
+}
+
+impl Expert {
+    /// [`Stored::rounded`] of all matrices.
+    pub fn rounded(&self) -> Expert {
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Stored::rounded);
+        Expert { gate, up, down, ..self.clone() }
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::launch::{FEW_ROWS, Step, load};
 use super::mlp::{Case, Expert};
-use super::{Expected, PLAIN, TOLERANCE, TOLERANCE_FP8, begin, compare_row, expected_of, shapes};
+use super::{Expected, PLAIN, begin, compare_row, expected_of, shapes, tolerance};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
@@ -64,7 +64,7 @@ fn check_case(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     };
     let is_special = |assignment: &usize| (usual.index[*assignment] as usize).is_multiple_of(SPECIAL);
     let special: Vec<usize> = (0..usual.index.len()).filter(is_special).collect();
-    let tolerance = if case.format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE };
+    let tolerance = tolerance(case.format);
     let few = if case.format == experts::MXFP4 { MXFP4_FEW_EXTREMES } else { EXTREMES };
     let (extreme, of_few) = (spoiled(EXTREMES), spoiled(few));
     let wanted = expected_of(case, &all, &extreme, &special);

@@ -7,18 +7,12 @@ use half::bf16;
 
 use super::launch::{FEW_ROWS, Step, load};
 use super::mlp::{Case, Expert};
-use super::{
-    PLAIN, TOLERANCE, TOLERANCE_FP8, begin, compare, compare_row, expected, expected_of, in_parallel,
-};
+use super::{PLAIN, begin, compare, compare_row, expected, expected_of, in_parallel, tolerance};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
 /// Both kernels, with the tiles that the device chooses.
 const KERNELS: [[i32; 2]; 2] = [[0, 0], FEW_ROWS];
-
-fn tolerance(format: i32) -> f64 {
-    if format == experts::W8A8 { TOLERANCE_FP8 } else { TOLERANCE }
-}
 
 /// Runs both kernels, compares some assignments with the reference, and checks that every element was written.
 fn sampled(

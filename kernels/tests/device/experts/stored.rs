@@ -7,13 +7,14 @@ use half::{bf16, f16};
 use crate::random::Random;
 
 /// One matrix as a checkpoint stores it, `[rows, k]`.
+#[derive(Clone)]
 pub struct Stored {
     pub k: usize,
     /// bf16 bits, FP8 bytes or nibbles.
     pub codes: Vec<u8>,
     /// FP8: `[rows, ceil(k / 128)]`.
     pub multipliers: Vec<f32>,
-    /// MXFP4: `[rows, k / 32]`.
+    /// MXFP4, MXFP8: `[rows, k / 32]`; NVFP4: e4m3 scales `[rows, k / 16]`.
     pub exponents: Vec<u8>,
     /// INT4: `[rows, k / 32]`.
     pub group_scales: Vec<f16>,
@@ -21,6 +22,8 @@ pub struct Stored {
     pub zeros: Vec<u8>,
     pub row_scales: Vec<f32>,
     pub format: i32,
+    /// INT4: elements are rounded to bf16 before the row's scale.
+    rounded: bool,
 }
 
 fn e4m3(code: u8) -> f64 {
@@ -36,6 +39,16 @@ fn e4m3(code: u8) -> f64 {
 fn e2m1(code: u8) -> f64 {
     let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
     if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// Every code in turn, from a random start of each row: none that is a number is left out.
+fn e4m3_codes(random: &mut Random, [rows, k]: [usize; 2]) -> Vec<u8> {
+    let row = |_| {
+        let start = random.below(256);
+        let codes = (0..k as u64).map(move |c| ((start + c * 37) & 255) as u8);
+        codes.map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c })
+    };
+    (0..rows).flat_map(row).collect()
 }
 
 impl Stored {
@@ -56,19 +69,29 @@ impl Stored {
             zeros: Vec::new(),
             row_scales: vec![1.0; rows],
             format,
+            rounded: false,
         };
         match format {
             experts::BF16 => {
                 let values = (0..rows * k).map(|_| bf16::from_f32((random.unit() * 3.4 - 1.7) * size));
                 stored.codes = values.flat_map(|v| v.to_bits().to_le_bytes()).collect();
             }
+            experts::MXFP8 => {
+                stored.codes = e4m3_codes(random, [rows, k]);
+                let largest = 128 + (size / 112.0).log2().floor() as i32;
+                stored.exponents =
+                    (0..rows * k / 32).map(|_| (largest - random.below(4) as i32) as u8).collect();
+            }
+            experts::NVFP4 => {
+                stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
+                // Codes from 0x30 on are at least 0.5; the rows' scales have the rest, and some scales are negative.
+                let groups = rows * k / experts::NVFP4_GROUP;
+                stored.exponents = (0..groups)
+                    .map(|_| (0x30 + random.below(16) as u8) | (random.below(2) as u8 * 0x80))
+                    .collect();
+            }
             experts::FP8 | experts::W8A8 => {
-                // Every code in turn, from a random start of each row: none that is a number is left out.
-                for _ in 0..rows {
-                    let start = random.below(256);
-                    let codes = (0..k as u64).map(|c| ((start + c * 37) & 255) as u8);
-                    stored.codes.extend(codes.map(|c| if c & 0x7f == 0x7f { c ^ 1 } else { c }));
-                }
+                stored.codes = e4m3_codes(random, [rows, k]);
                 let columns = k.div_ceil(128);
                 let drawn: Vec<f32> = (0..rows.div_ceil(scale_rows) * columns)
                     .map(|_| size / 112.0 * (0.5 + random.unit()))
@@ -79,9 +102,12 @@ impl Stored {
             experts::INT4 | experts::INT4_ZEROS => {
                 stored.codes = (0..rows * k / 2).map(|_| random.below(256) as u8).collect();
                 let groups = rows * k / experts::INT4_GROUP;
-                // Scales of four significant bits, with which bf16 holds scaled elements: large tiles round no weight then.
-                let unit = 2f32.powi((size / 5.0).log2().floor() as i32 - 3);
-                let scale = |_| f16::from_f32((8 + random.below(8)) as f32 * unit);
+                // With the bits of f16, or those that a scale in bf16 has.
+                let scale = |_| {
+                    let scale = size / 5.0 * (0.5 + random.unit());
+                    let fewer = bf16::from_f32(scale).to_f32();
+                    f16::from_f32(if random.below(2) == 0 { scale } else { fewer })
+                };
                 stored.group_scales = (0..groups).map(scale).collect();
                 let zero =
                     |_| if format == experts::INT4 { experts::INT4_MIDDLE } else { random.below(16) as u8 };
@@ -95,9 +121,15 @@ impl Stored {
             }
         }
         if format != experts::BF16 {
-            stored.row_scales = (0..rows).map(|_| 0.5 + random.unit()).collect();
+            let size = if format == experts::NVFP4 { size / 3.0 } else { 1.0 };
+            stored.row_scales = (0..rows).map(|_| size * (0.5 + random.unit())).collect();
         }
         stored
+    }
+
+    /// The matrix as tiles of many tokens multiply it in INT4: each element times its scale, rounded to bf16 once.
+    pub fn rounded(&self) -> Stored {
+        Stored { rounded: true, ..self.clone() }
     }
 
     pub fn value(&self, row: usize, col: usize) -> f64 {
@@ -109,18 +141,28 @@ impl Stored {
             experts::FP8 | experts::W8A8 => {
                 e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128])
             }
+            experts::MXFP8 => e4m3(self.codes[at]) * self.power_of_two(row, col),
+            experts::NVFP4 => {
+                let scale =
+                    self.exponents[row * (self.k / experts::NVFP4_GROUP) + col / experts::NVFP4_GROUP];
+                e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * e4m3(scale)
+            }
             experts::INT4 | experts::INT4_ZEROS => {
                 let group = row * (self.k / experts::INT4_GROUP) + col / experts::INT4_GROUP;
                 let code = self.codes[at / 2] >> (at % 2 * 4) & 15;
-                (f64::from(code) - f64::from(self.zeros[group])) * self.group_scales[group].to_f64()
+                let integer = f64::from(code) - f64::from(self.zeros[group]);
+                let scaled = integer * self.group_scales[group].to_f64();
+                if self.rounded { bf16::from_f64(scaled).to_f64() } else { scaled }
             }
-            _ => {
-                let exponent = self.exponents[row * (self.k / 32) + col / 32];
-                let scale = if exponent == 255 { f64::NAN } else { 2f64.powi(i32::from(exponent) - 127) };
-                e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * scale
-            }
+            _ => e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * self.power_of_two(row, col),
         };
         unscaled * f64::from(self.row_scales[row])
+    }
+
+    /// The scale of MXFP4 and MXFP8.
+    fn power_of_two(&self, row: usize, col: usize) -> f64 {
+        let exponent = self.exponents[row * (self.k / 32) + col / 32];
+        if exponent == 255 { f64::NAN } else { 2f64.powi(i32::from(exponent) - 127) }
     }
 
     pub fn dot(&self, row: usize, x: &[f64]) -> f64 {

@@ -16,6 +16,8 @@ use crate::{LayerShape, LayerTensors};
 
 /// Longest wait inside a kernel, in nanoseconds.
 const DEADLINE_NS: u64 = 2_000_000_000;
+/// The factor of NVFP4 matrices.
+const NVFP4_FACTOR: f32 = 1.0 / 512.0;
 /// Wire code of bf16.
 const BF16: u32 = 1;
 
@@ -73,7 +75,8 @@ pub struct Layers {
     x_scales: Buffer<f32>,
     h_scales: Buffer<f32>,
     counters: Buffer<u32>,
-    ones: Buffer<f32>,
+    /// What multiplies each row of a matrix.
+    factors: Buffer<f32>,
 }
 
 impl Layers {
@@ -82,7 +85,9 @@ impl Layers {
             0 => DeviceFormat::Bf16,
             1 => DeviceFormat::W8a8,
             2 => DeviceFormat::Mxfp4,
-            other => return Err(Error::Arguments(format!("the format is {other}, expected 0, 1 or 2"))),
+            3 => DeviceFormat::Int4,
+            4 => DeviceFormat::Nvfp4,
+            other => return Err(Error::Arguments(format!("the format is {other}, expected 0 to 4"))),
         };
         let (hidden, width, experts) = (about.hidden as usize, about.width as usize, about.experts as usize);
         if !hidden.is_multiple_of(64) || format.padded_inter(width) != width {
@@ -124,7 +129,13 @@ impl Layers {
             x_scales: Buffer::zeroed(&device, groups(hidden))?,
             h_scales: Buffer::zeroed(&device, groups(width))?,
             counters: Buffer::zeroed(&device, experts::state_words(experts))?,
-            ones: Buffer::from_slice(&device, &vec![1.0; (2 * width).max(hidden)])?,
+            factors: Buffer::from_slice(
+                &device,
+                &vec![
+                    if format == DeviceFormat::Nvfp4 { NVFP4_FACTOR } else { 1.0 };
+                    (2 * width).max(hidden)
+                ],
+            )?,
             device,
         })
     }
@@ -216,9 +227,13 @@ impl Layers {
         let fp8 = self.format == DeviceFormat::W8a8;
         // Bytes of a row of `k` codes, and of its scales.
         let codes = |k: u64| if fp8 { k } else { k / 2 };
-        let scales = |k: u64| if fp8 { k.div_ceil(128) * 4 } else { k / 32 };
+        let scales = |k: u64| match self.format {
+            DeviceFormat::W8a8 => k.div_ceil(128) * 4,
+            DeviceFormat::Int4 | DeviceFormat::Nvfp4 => k / 16,
+            _ => k / 32,
+        };
         let all = PackNarrowParams {
-            row_scales_in: self.ones.address(),
+            row_scales_in: self.factors.address(),
             hidden: hidden as i32,
             inter: width as i32,
             format: self.format.code(),

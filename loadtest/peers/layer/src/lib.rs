@@ -23,7 +23,8 @@ pub struct LayerShape {
     pub experts: u32,
     /// Experts per row.
     pub top_k: u32,
-    /// 0: bf16; 1: FP8 in blocks of 128 × 128, for products with FP8 rows; 2: MXFP4.
+    /// 0: bf16; 1: FP8 in blocks of 128 × 128, for products with FP8 rows; 2: MXFP4; 3: INT4 in groups of 32, minus 8; 4: NVFP4, with
+    /// 2^-9 as the factor of every matrix.
     pub format: u32,
     /// 1: gpt-oss's activation.
     pub gpt_oss: u32,
@@ -45,11 +46,11 @@ pub struct LayerTensors {
     pub gate_bias: u64,
     /// `[E, 2I, H]` in the format's codes.
     pub gate_up: u64,
-    /// FP8: f32 `[E, 2I, H / 128]`; MXFP4: u8 `[E, 2I, H / 32]`.
+    /// FP8: f32 `[E, 2I, H / 128]`; MXFP4: u8 `[E, 2I, H / 32]`; INT4: f16, as long; NVFP4: e4m3 `[E, 2I, H / 16]`.
     pub gate_up_scales: u64,
     /// `[E, H, I]`.
     pub down: u64,
-    /// As `gate_up_scales`, `[E, H, I / 128]` or `[E, H, I / 32]`.
+    /// As `gate_up_scales`, for `[E, H, I]`.
     pub down_scales: u64,
     /// f32 `[E, 2I]`, or 0. Read by every step.
     pub gate_up_bias: u64,

@@ -12,6 +12,7 @@ use expertd_types::{DType, Fp8Compute};
 
 use super::routing::RoutingRule;
 use crate::ceilings;
+use crate::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use crate::serve::plan::{self, PlanError, ServePlan};
 use crate::serve::settings::{Given, ServeArgs};
 
@@ -35,18 +36,21 @@ pub struct BenchArgs {
     /// nothing else should use the GPUs. --gpus or --ranks choose them [default: all that this process may use]
     #[arg(long, conflicts_with = "model")]
     pub ceilings: bool,
-    /// Number of expert ranks [default: 1]
+    /// Number of expert ranks, as in `serve` [default: 1]
     #[arg(long)]
-    pub ranks: Option<u32>,
+    pub ranks: Option<RankNumbers>,
     /// The GPU of each rank, comma-separated, as in `serve`; implies --ranks
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<String>,
     /// Allow --gpus to name a GPU for several ranks, as in `serve`; such figures say nothing about GPUs of their own
     #[arg(long)]
     pub share_gpu: bool,
-    /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceKind>,
+    /// Device of the ranks, as in `serve` [default: cuda if this build and machine support it, otherwise cpu]
+    #[arg(long)]
+    pub device: Option<Kinds>,
+    /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
+    #[arg(long, value_name = "SIZE")]
+    pub gpu_memory: Option<MemorySize>,
     /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
@@ -130,17 +134,22 @@ impl BenchArgs {
         plan::gpus(&self.devices())
     }
 
-    /// Number of ranks. A list of GPUs that does not parse is refused with the plan.
-    pub(super) fn ranks(&self) -> u32 {
-        let listed = self.gpus.as_ref().map(|list| list.split(',').count() as u32);
-        self.ranks.or(listed).unwrap_or(1)
+    /// Number of source ranks, which get rows. A list of GPUs that does not parse is refused with the plan.
+    pub(super) fn sources(&self) -> u32 {
+        self.rank_numbers().first
+    }
+
+    fn rank_numbers(&self) -> RankNumbers {
+        let listed = self.gpus.as_ref().map(|list| (list.split(',').count() as u32).into());
+        self.ranks.or(listed).unwrap_or(1.into())
     }
 
     /// The plan of the service that is measured, whose steps have room for `max_tokens_per_step` rows.
     pub(super) fn plan(&self, max_tokens_per_step: usize) -> Result<ServePlan, PlanError> {
         let serve = ServeArgs {
             model: self.folder.clone().or_else(|| self.model.clone()),
-            ranks: Some(self.ranks()),
+            ranks: Some(self.rank_numbers()),
+            gpu_memory: self.gpu_memory,
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),
             device: self.device,
@@ -162,12 +171,16 @@ impl BenchArgs {
     /// without given ceilings, for ranks that share a GPU, and, with the reason printed, if the measurement fails.
     pub(super) fn ceilings(&self, cluster: &ClusterConfig) -> Option<Ceilings> {
         let link_known = cluster.shape.ranks == 1 || self.link_gbps.is_some();
+        if cluster.shape.is_mixed() {
+            eprintln!("no floors are printed for a group with CPU ranks");
+            return None;
+        }
         let mut reached = if self.memory_gbps.is_some() && self.tensor_tflops.is_some() && link_known {
             Ceilings::default()
         } else if gpu::is_shared(&cluster.gpus) {
             eprintln!("no floors are printed, because ranks that share a GPU share its speed");
             return None;
-        } else if cluster.device == DeviceKind::Cuda {
+        } else if cluster.device() == DeviceKind::Cuda {
             measured(&cluster.gpus)?
         } else {
             return None;

@@ -2,7 +2,8 @@
 
 mod descriptors;
 mod error;
-pub(super) mod layers;
+pub mod kinds;
+pub mod layers;
 mod network;
 pub mod plan;
 mod reload;

@@ -32,10 +32,10 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
         ));
     }
     let mut has_room = true;
-    if context.device == DeviceKind::Cpu {
+    if context.devices.contains(&DeviceKind::Cpu) {
         let spec: ModelSpec = serde_json::from_value(found.model)
             .map_err(|error| format!("cannot read the description of the checkpoint: {error}"))?;
-        let packed = packed_bytes(&spec, context.ranks, present.placement.as_ref());
+        let packed = packed_bytes(&spec, &context.devices, present.placement.as_ref());
         let is_available = available_memory().is_none_or(|available| packed + RESERVE <= available);
         has_room = is_available && context.max_weight_bytes.is_none_or(|most| 2 * packed <= most);
     }
@@ -44,21 +44,22 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
     Ok(ReloadPlan { source, has_room })
 }
 
-/// Memory that the packed weights of all ranks take, in bytes.
-fn packed_bytes(spec: &ModelSpec, ranks: u32, placement: Option<&ExpertPlacement>) -> u64 {
-    let share = |rank| ExpertShare::of_rank(Rank(rank), ranks as usize, placement.cloned()).bytes(spec);
-    let bytes: u64 = (0..ranks).map(share).sum();
+/// Host memory that the packed weights of all ranks on CPUs take, in bytes.
+fn packed_bytes(spec: &ModelSpec, devices: &[DeviceKind], placement: Option<&ExpertPlacement>) -> u64 {
+    let share = |rank| ExpertShare::of_rank(Rank(rank), devices.len(), placement.cloned()).bytes(spec);
+    let on_cpus = (0..).zip(devices).filter(|(_, device)| **device == DeviceKind::Cpu);
+    let bytes: u64 = on_cpus.map(|(rank, _)| share(rank)).sum();
     // Packed matrices are padded.
     bytes + bytes / 16
 }
 
-/// Available memory and the memory that the weights of all ranks need, in MiB, if less is available than they need.
+/// Available memory and the memory that the weights of all ranks on CPUs need, in MiB, if less is available than they need.
 pub(super) fn lack_of_memory(
     spec: &ModelSpec,
-    ranks: u32,
+    devices: &[DeviceKind],
     placement: Option<&ExpertPlacement>,
 ) -> Option<(u64, u64)> {
-    let needed = packed_bytes(spec, ranks, placement) + RESERVE;
+    let needed = packed_bytes(spec, devices, placement) + RESERVE;
     let available = available_memory().filter(|available| *available < needed)?;
     Some((available >> 20, needed >> 20))
 }
@@ -150,10 +151,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         expertd_model::synth::write(&SynthConfig::new("olmoe"), folder.path()).unwrap();
         let mut spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
-        assert_eq!(lack_of_memory(&spec, 2, None), None);
+        assert_eq!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], None), None);
         let large = available_memory().unwrap() / spec.layers[0].as_ref().unwrap().experts.count as u64;
         spec.layers[0].as_mut().unwrap().experts.bytes = large;
-        let (available, needed) = lack_of_memory(&spec, 2, None).unwrap();
+        let (available, needed) = lack_of_memory(&spec, &[DeviceKind::Cpu; 2], None).unwrap();
         assert!(available < needed, "{available} {needed}");
     }
 

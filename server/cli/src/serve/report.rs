@@ -11,7 +11,7 @@ use super::plan::ServePlan;
 use super::settings::{Shown, Source};
 use crate::mps;
 use crate::units::{bytes, wrap};
-use crate::weight_bytes::gpu_bytes_of_ranks;
+use crate::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::{Backend, RankState, ServiceState};
 use expertd_core::listen::Address;
 use expertd_core::steps::Service;
@@ -113,9 +113,12 @@ pub fn plan(plan: &ServePlan) -> String {
         let timeout = cluster.peer_timeout.as_millis();
         line("", format!("ranks share a GPU, which is for tests; device_timeout_ms is {timeout}"));
     }
-    let serves_gpus = cluster.device == DeviceKind::Cuda && plan.sessions.is_some();
+    let serves_gpus = cluster.device() == DeviceKind::Cuda && plan.sessions.is_some();
     if let Some(text) = serves_gpus.then(mps::warning).flatten() {
         line("sessions", text);
+    }
+    if shape.is_mixed() {
+        line("tiers", tiers(plan));
     }
     if let Some(text) = weights(plan) {
         line("weights", text);
@@ -123,8 +126,12 @@ pub fn plan(plan: &ServePlan) -> String {
     line(
         "memory",
         format!(
-            "windows {} per rank ({} slots), staging and rings {}; up to {} of requests in flight{}",
-            bytes(plan.window_bytes as u64),
+            "{} ({} slots), staging and rings {}; up to {} of requests in flight{}",
+            if shape.is_mixed() {
+                format!("wire to CPU ranks {}", bytes(plan.window_bytes as u64))
+            } else {
+                format!("windows {} per rank", bytes(plan.window_bytes as u64))
+            },
             shape.slots,
             bytes(plan.channel_bytes as u64),
             bytes(model.limits.max_bytes_in_flight as u64),
@@ -163,6 +170,26 @@ pub fn plan(plan: &ServePlan) -> String {
     text
 }
 
+/// What lies on the source rank and what on the CPU ranks of a mixed group.
+fn tiers(plan: &ServePlan) -> String {
+    let ServePlan { spec, cluster, .. } = plan;
+    let ranks = cluster.shape.ranks as usize;
+    let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
+    let (mut all, mut resident, mut whole, mut layers) = (0, 0, 0, 0);
+    for (layer, moe) in spec.moe_layers() {
+        let of_source = share.layer(layer, moe).experts_of(Rank(0)).len();
+        (all, resident, layers) = (all + moe.experts.count, resident + of_source, layers + 1);
+        whole += usize::from(of_source == moe.experts.count);
+    }
+    let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
+    let on_cpus: u64 = bytes_of_ranks(spec, ranks, held).iter().skip(cluster.shape.sources as usize).sum();
+    format!(
+        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {} CPU ranks, in {} of host memory",
+        ranks - cluster.shape.sources as usize,
+        bytes(on_cpus),
+    )
+}
+
 /// How to call and watch a service with these addresses. Clients that connect over TCP need `access`.
 pub(super) fn usage(address: &Address, metrics: SocketAddr, access: &AccessConfig) -> String {
     let near = |address: SocketAddr| match address.ip() {
@@ -189,7 +216,7 @@ pub(super) fn usage(address: &Address, metrics: SocketAddr, access: &AccessConfi
 
 /// How ranks hold the experts and what rows they multiply; `None` if CPU ranks have only experts that always take rows in f32.
 pub fn weights(plan: &ServePlan) -> Option<String> {
-    if plan.cluster.device == DeviceKind::Cuda {
+    if plan.cluster.device() == DeviceKind::Cuda {
         return Some(gpu_weights(plan));
     }
     let Fp8Products { of_fp8, of_mxfp4 } = plan.cluster.fp8_products;

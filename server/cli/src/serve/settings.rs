@@ -7,9 +7,10 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args};
 use serde::Deserialize;
 
-use expertd_ipc::control::DeviceKind;
 use expertd_scheduler::OnFault;
 use expertd_types::Fp8Compute;
+
+use super::kinds::{Kinds, MemorySize, RankNumbers};
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,14 +69,23 @@ trait Show {
 macro_rules! show_plain {
     ($($ty:ty),*) => { $(impl Show for $ty { fn show(&self) -> String { self.to_string() } })* };
 }
-show_plain!(u32, u64, usize, bool);
+show_plain!(u32, u64, usize, bool, MemorySize);
 
 macro_rules! show_quoted {
     ($($ty:ty),*) => {
         $(impl Show for $ty { fn show(&self) -> String { toml::Value::String(self.to_string()).to_string() } })*
     };
 }
-show_quoted!(String, DeviceKind, OnFault, Fp8Compute, std::path::Display<'_>);
+show_quoted!(String, Kinds, OnFault, Fp8Compute, std::path::Display<'_>);
+
+impl Show for RankNumbers {
+    fn show(&self) -> String {
+        match self.second {
+            None => self.first.show(),
+            Some(_) => self.to_string().show(),
+        }
+    }
+}
 
 impl Show for PathBuf {
     fn show(&self) -> String {
@@ -179,14 +189,18 @@ settings! {
     layers: String = None, env "EXPERTD_LAYERS", in "Model and weights";
     /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it [default: contiguous ranges]
     placement: PathBuf = None, env "EXPERTD_PLACEMENT", in "Model and weights";
-    /// Number of expert ranks, 1 to 8; each is a process [default: one per NUMA node on CPU, one per GPU on CUDA]
-    ranks: u32 = None, env "EXPERTD_RANKS", in "Ranks and devices";
+    /// Number of expert ranks, 1 to 8; each is a process. With --device cuda,cpu: 1,CPU_RANKS [default: one per NUMA node on CPU, one per
+    /// GPU on CUDA]
+    ranks: RankNumbers = None, env "EXPERTD_RANKS", in "Ranks and devices";
     /// The GPU of each rank, comma-separated, as CUDA numbers the GPUs that this process may use; implies --ranks [default: 0, 1, …]
     gpus: String = None, env "EXPERTD_GPUS", in "Ranks and devices";
     /// Allow --gpus to name a GPU for several ranks, which is for tests: their kernels take turns; needs NCCL 2.30 [default: false]
     share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", in "Ranks and devices", arg(num_args = 0..=1, default_missing_value = "true");
-    /// Device of the ranks [default: cuda if this build and machine support it, otherwise cpu]
-    device: DeviceKind = None, env "EXPERTD_DEVICE", in "Ranks and devices";
+    /// Device of the ranks, cpu or cuda; cuda,cpu is one GPU rank, which gets all rows, with CPU ranks for the experts that it has no room
+    /// for (docs/tiers.md) [default: cuda if this build and machine support it, otherwise cpu]
+    device: Kinds = None, env "EXPERTD_DEVICE", in "Ranks and devices";
+    /// With --device cuda,cpu: memory for weights on the GPU, such as 40GiB; it gets as many of each layer's first experts as fit
+    gpu_memory: MemorySize = None, env "EXPERTD_GPU_MEMORY", in "Ranks and devices";
     /// How ranks multiply FP8 weights: fp8 also quantises the rows, as the checkpoints are meant to be run; bf16 widens the weights
     /// (on CPUs to f32), which is more exact [default: fp8 on GPUs, bf16 on CPUs]
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE", in "Model and weights";
@@ -310,7 +324,7 @@ mod tests {
         let path = dir.path().join("expertd.toml");
         std::fs::write(&path, "ranks = 3\nmax_wait_us = 50\nmodel = \"/models/m\"\n").unwrap();
         let got = given(&["--config", path.to_str().unwrap(), "--ranks", "2"]).unwrap();
-        assert_eq!(got.ranks, (Some(2), Source::Flag));
+        assert_eq!(got.ranks, (Some(2.into()), Source::Flag));
         assert_eq!(got.max_wait_us, (Some(50), Source::File));
         assert_eq!(got.slots, (Some(2), Source::Default(String::new())));
         assert_eq!(got.model.0, Some(PathBuf::from("/models/m")));
@@ -353,7 +367,7 @@ mod tests {
             got.shown().iter().map(|s| format!("{}={}", s.name, s.value.as_deref().unwrap_or("-"))).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_memory=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
              session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \

@@ -125,3 +125,32 @@ fn fewer_layers_need_less() {
     assert!((3 * total(&share)).abs_diff(total(&all)) < 100, "{share:?} {all:?}");
     assert_eq!(all.windows, share.windows);
 }
+
+#[test]
+fn a_mixed_group_has_weights_in_both_memories() {
+    let all = printed(&["--device", "cuda"]);
+    let mixed = printed(&["--device", "cuda,cpu", "--ranks", "1,2", "--gpu-memory", "300K"]);
+    for part in
+        ["# wire", "# GPU", "of CPU ranks", "3 ranks on cuda,cpu", "nvidia.com/gpu: \"1\"", "cpu: \"20\""]
+    {
+        assert!(mixed.contains(part), "{part} is not in {mixed}");
+    }
+    assert!(!all.contains("# wire"), "{all}");
+    let refused = |more: &[&str]| {
+        let dir = tempfile::tempdir().unwrap();
+        synth::write(&SynthConfig::new("mixtral"), dir.path()).unwrap();
+        let line = [&["size", dir.path().to_str().unwrap()], more].concat();
+        text(&Cli::try_parse_from(line).unwrap().size).unwrap_err()
+    };
+    for (more, part) in [
+        (&["--device", "cuda,cpu", "--ranks", "1,2"][..], "needs --gpu-memory or --placement"),
+        (&["--device", "cuda,cpu", "--ranks", "2"], "expected 1,CPU_RANKS"),
+        (&["--device", "cuda", "--ranks", "1,2"], "expected 1,CPU_RANKS"),
+        (&["--ranks", "9"], "must be 1 to 8"),
+        (&["--gpu-memory", "1G"], "needs --device cuda,cpu"),
+        (&["--device", "cuda,cpu", "--ranks", "1,2", "--gpu-memory", "1K"], "one expert of each layer"),
+    ] {
+        let error = refused(more);
+        assert!(error.contains(part), "{more:?}: {part:?} is not in {error}");
+    }
+}

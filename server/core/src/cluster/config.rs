@@ -6,7 +6,7 @@ use std::time::Duration;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
 use expertd_shm::SharedRegion;
-use expertd_types::{Fp8Products, Rank};
+use expertd_types::{ExpertPlacement, Fp8Products, LayerId, Rank};
 
 /// Interval at which heartbeats and step deadlines are checked.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -19,11 +19,11 @@ pub type MakeWindows = fn(&RankSetup) -> Result<Arc<SharedRegion>, String>;
 pub struct ClusterConfig {
     /// Shared sizes.
     pub shape: GroupShape,
-    /// Creates the windows of a generation in the router; `None` if ranks make their own.
+    /// Creates in the router the windows of a generation, or the wire of a mixed group; `None` if ranks make their own.
     pub windows: Option<MakeWindows>,
-    /// The ranks' device.
-    pub device: DeviceKind,
-    /// `[ranks]`: each rank's GPU, as its index among the GPUs that the process may use; empty on CPUs.
+    /// `[ranks]`: their devices.
+    pub devices: Vec<DeviceKind>,
+    /// The GPUs of the GPU ranks, which are the first ones, as indices among the GPUs that the process may use.
     pub gpus: Vec<u32>,
     /// Description of the model, with which that of a checkpoint to reload is compared.
     pub description: serde_json::Value,
@@ -39,7 +39,7 @@ pub struct ClusterConfig {
     pub usable_cores: usize,
     /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_shm::wait::SPIN_TIME).
     pub spin: Duration,
-    /// Longest wait of a rank for its peers within a step.
+    /// Longest wait of a rank for its peers within a step; in a mixed group CPU ranks wait for `step_timeout`.
     pub peer_timeout: Duration,
     /// A rank without a heartbeat for this long is a fault.
     pub liveness_timeout: Duration,
@@ -60,6 +60,19 @@ impl ClusterConfig {
     /// Checks in a row without a sign of life after which a process is given up.
     pub fn silent_checks(&self) -> u32 {
         self.liveness_timeout.div_duration_f64(CHECK_INTERVAL).ceil().max(2.0) as u32
+    }
+
+    /// The device of source ranks.
+    #[must_use]
+    pub fn device(&self) -> DeviceKind {
+        self.devices.first().copied().unwrap_or(DeviceKind::Cpu)
+    }
+
+    /// The ranks that run steps of a layer by `placement`: in a mixed group the source alone if it has all of the layer's experts.
+    #[must_use]
+    pub fn ranks_of(&self, layer: LayerId, placement: Option<&ExpertPlacement>) -> usize {
+        let whole = self.shape.is_mixed() && placement.is_some_and(|placed| placed.is_whole(layer, Rank(0)));
+        (if whole { self.shape.sources } else { self.shape.ranks }) as usize
     }
 
     /// Threads of a rank: one for each of its cores, or its share of the quota if that is less; at least one.

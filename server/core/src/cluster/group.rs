@@ -23,7 +23,7 @@ use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
 use expertd_shm::SharedRegion;
 use expertd_telemetry::progress;
-use expertd_types::{DeviceUsage, Generation, MemoryId, Rank};
+use expertd_types::{DeviceUsage, ExpertPlacement, Generation, MemoryId, Rank};
 
 /// Before its first sign of life a process may be silent this many times longer: it must be started and map the channel.
 const START_GRACE: u32 = 10;
@@ -87,7 +87,9 @@ pub(crate) struct Group {
     attach_answers: VecDeque<(Rank, MemoryId, AttachAnswer)>,
     /// Whether the usage of a device has changed since [`take_usage_change`](Self::take_usage_change).
     usage_changed: bool,
-    /// Windows that the router creates and its ranks map; `None` if ranks make their own.
+    /// The ranks that own experts; `None`: contiguous ranges.
+    placement: Option<ExpertPlacement>,
+    /// Windows, or the wire of a mixed group, that the router creates and its ranks map; `None` if ranks make their own.
     windows: Option<Arc<SharedRegion>>,
 }
 
@@ -128,6 +130,7 @@ impl Group {
             next_check: Instant::now() + CHECK_INTERVAL,
             attach_answers: VecDeque::new(),
             usage_changed: false,
+            placement: weights.source.placement.clone(),
             windows,
         });
         for rank in 0..config.shape.ranks {
@@ -362,14 +365,18 @@ fn rank_setup(
         generation,
         shape: config.shape.clone(),
         row_counts,
-        device: config.device,
+        device: config.devices[rank.index()],
         gpus: config.gpus.clone(),
         fingerprint: weights.source.fingerprint,
         fp8_products: config.fp8_products,
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,
-        peer_timeout: config.peer_timeout,
+        peer_timeout: match config.shape.is_mixed() && rank.0 >= config.shape.sources {
+            true => config.step_timeout,
+            false => config.peer_timeout,
+        },
+        step_timeout: config.step_timeout,
         heartbeat: config.heartbeat(),
     }
 }

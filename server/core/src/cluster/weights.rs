@@ -166,7 +166,7 @@ impl Loading {
             let setup = LoaderSetup {
                 rank,
                 ranks: config.shape.ranks,
-                device: config.device,
+                device: config.devices[rank.index()],
                 gpus: config.gpus.clone(),
                 checkpoint: self.source.clone(),
                 fp8_products: config.fp8_products,
@@ -284,7 +284,7 @@ impl Loading {
             News::Message((FromLoader::Loaded { weight_bytes, memory_bytes }, fds)) => {
                 tracing::debug!(%rank, weight_bytes, memory_bytes, "a share is packed");
                 (member.view.loaded_bytes, member.view.total_bytes) = (weight_bytes, weight_bytes);
-                let expected = fds_of_share(self.config.device);
+                let expected = fds_of_share(self.config.devices[rank.index()]);
                 if fds.len() != expected {
                     let found = fds.len();
                     return Err(failed(format!(

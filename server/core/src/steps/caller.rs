@@ -105,7 +105,7 @@ pub trait Steps: Send + Sync {
     /// The model that it serves.
     fn model(&self) -> Arc<ModelInfo>;
 
-    /// The ranks' device.
+    /// The device of the ranks that access rows.
     fn device(&self) -> DeviceKind;
 
     /// The state of the service.

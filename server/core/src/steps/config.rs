@@ -59,10 +59,8 @@ pub struct ReloadContext {
     pub checkpoint: CheckpointSource,
     /// Description of its model.
     pub spec: serde_json::Value,
-    /// Expert ranks.
-    pub ranks: u32,
-    /// The ranks' device.
-    pub device: DeviceKind,
+    /// `[ranks]`: devices of the expert ranks.
+    pub devices: Vec<DeviceKind>,
     /// Host memory that packed weights may take, two versions of them together; `None` if only the machine limits it, in bytes.
     pub max_weight_bytes: Option<u64>,
 }

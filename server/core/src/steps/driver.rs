@@ -80,7 +80,7 @@ pub(super) fn run(
 ) -> ServiceEnd {
     show_counters_of_faults();
     let rules = Config {
-        ranks: cluster.shape.ranks as usize,
+        ranks: cluster.shape.sources as usize,
         slots: cluster.shape.slots as usize,
         max_tokens_per_step: config.max_tokens_per_step,
         max_segments_per_rank: cluster.shape.max_segments,
@@ -91,7 +91,7 @@ pub(super) fn run(
     };
     let source = cluster.checkpoint.clone();
     let processes = Processes {
-        metrics: StepMetrics::new(rules.ranks),
+        metrics: StepMetrics::new(cluster.shape.ranks as usize),
         copier: Copier::new(config.copy_threads, cluster.spin),
         shared,
         cluster: Arc::new(cluster),

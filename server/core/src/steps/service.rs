@@ -49,8 +49,7 @@ impl Service {
         let reload = ReloadContext {
             checkpoint: cluster.checkpoint.clone(),
             spec: cluster.description.clone(),
-            ranks: cluster.shape.ranks,
-            device: cluster.device,
+            devices: cluster.devices.clone(),
             max_weight_bytes: cluster.max_weight_bytes,
         };
         metrics::gauge!(names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
@@ -173,7 +172,7 @@ impl Steps for Service {
     }
 
     fn device(&self) -> DeviceKind {
-        self.shared.reload.device
+        self.shared.reload.devices.first().copied().unwrap_or(DeviceKind::Cpu)
     }
 
     fn state(&self) -> ServiceState {
@@ -334,8 +333,8 @@ pub(super) mod tests {
             placement: None,
         };
         let spec = serde_json::Value::Null;
-        let device = DeviceKind::Cpu;
-        let reload = ReloadContext { checkpoint, spec, ranks: 1, device, max_weight_bytes: None };
+        let devices = vec![DeviceKind::Cpu];
+        let reload = ReloadContext { checkpoint, spec, devices, max_weight_bytes: None };
         Arc::new(Shared::new(model, config, reload, 1).unwrap())
     }
 

@@ -89,7 +89,7 @@ impl Shared {
     ) -> Result<Self, RegionError> {
         let inbox = Inbox::new(config.max_queued_tokens, seed);
         let row_counts = RowCounts::create(RowCountsShape {
-            ranks: reload.ranks,
+            ranks: reload.devices.len() as u32,
             layers: model.num_layers as u32,
             experts: model.layers.values().map(|layer| layer.num_experts).max().unwrap_or(0) as u32,
         })?;
@@ -228,7 +228,7 @@ impl Shared {
         if let Some(placement) = &placement {
             let model = self.model.read().unwrap_or_else(PoisonError::into_inner);
             let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts)).collect();
-            placement.check(self.reload.ranks as usize, &experts).map_err(|error| error.to_string())?;
+            placement.check(self.reload.devices.len(), &experts).map_err(|error| error.to_string())?;
         }
         let checkpoint = CheckpointSource { placement, ..serving };
         Ok((version, ReloadContext { checkpoint, ..self.reload.clone() }))

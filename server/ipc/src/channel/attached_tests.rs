@@ -10,8 +10,15 @@ use expertd_types::{DType, MemoryId};
 
 #[test]
 fn attached_rows_take_no_staging_and_their_segments_name_the_memory() {
-    let shape =
-        GroupShape { ranks: 1, slots: 1, max_tokens_per_rank: 4, max_segments: 4, hidden: 2, max_top_k: 1 };
+    let shape = GroupShape {
+        ranks: 1,
+        sources: 1,
+        slots: 1,
+        max_tokens_per_rank: 4,
+        max_segments: 4,
+        hidden: 2,
+        max_top_k: 1,
+    };
     let bell = RouterBell::create().unwrap();
     let mut router = RouterChannel::create(&shape).unwrap();
     let fd = router.fd().try_clone_to_owned().unwrap();
@@ -37,7 +44,7 @@ fn attached_rows_take_no_staging_and_their_segments_name_the_memory() {
     ));
     forming.copy(&mut Copier::default());
     assert!(first.is_attached() && !second.is_attached() && first.rows() == 3);
-    router.launch(&StepDescriptor { sequence: 1, top_k: 1, ..StepDescriptor::zeroed() }).unwrap();
+    router.launch(&StepDescriptor { sequence: 1, top_k: 1, ..StepDescriptor::zeroed() }, 1).unwrap();
 
     let step = rank.step().unwrap().unwrap();
     let staging = rank.staging(&step);
@@ -55,8 +62,15 @@ fn attached_rows_take_no_staging_and_their_segments_name_the_memory() {
 
 #[test]
 fn words_to_raise_go_to_rank_0_alone() {
-    let shape =
-        GroupShape { ranks: 2, slots: 1, max_tokens_per_rank: 4, max_segments: 4, hidden: 2, max_top_k: 1 };
+    let shape = GroupShape {
+        ranks: 2,
+        sources: 2,
+        slots: 1,
+        max_tokens_per_rank: 4,
+        max_segments: 4,
+        hidden: 2,
+        max_top_k: 1,
+    };
     let bell = RouterBell::create().unwrap();
     let mut router = RouterChannel::create(&shape).unwrap();
     let mut ranks = [Rank(0), Rank(1)].map(|rank| {
@@ -71,7 +85,7 @@ fn words_to_raise_go_to_rank_0_alone() {
             forming.raise(raise(call as u64)).unwrap();
         }
         forming.copy(&mut Copier::default());
-        router.launch(&StepDescriptor { sequence, ..StepDescriptor::zeroed() }).unwrap();
+        router.launch(&StepDescriptor { sequence, ..StepDescriptor::zeroed() }, 2).unwrap();
         assert_eq!(router.raised(Slot(0)), sequence - 1);
         for (rank, channel) in ranks.iter_mut().enumerate() {
             let step = channel.step().unwrap().unwrap();

@@ -17,6 +17,8 @@ use expertd_types::USAGE_WORDS;
 pub struct GroupShape {
     /// Number of ranks in the group.
     pub ranks: u32,
+    /// Number of source ranks, which get the rows of steps: the first ones. All ranks, or 1 in a mixed group.
+    pub sources: u32,
     /// Number of slots: sets of step buffers.
     pub slots: u32,
     /// Largest number of rows that one rank receives in one step.
@@ -102,9 +104,12 @@ impl ChannelLayout {
         let mut layout = Layout::new();
         let early_notice = ArrayLayout::reserve(&mut layout, 1)?;
         let records = (shape.slots as usize * 2).next_power_of_two();
-        let rows = shape.max_tokens_per_rank;
         let mut links = Vec::new();
-        for _ in 0..shape.ranks {
+        for rank in 0..shape.ranks {
+            // Other ranks need no staging.
+            let is_source = rank < shape.sources;
+            let of_source = |len: usize| if is_source { len } else { 0 };
+            let rows = of_source(shape.max_tokens_per_rank);
             let mut link = LinkLayout {
                 steps: RingLayout::reserve(&mut layout, records)?,
                 completions: RingLayout::reserve(&mut layout, records)?,
@@ -116,13 +121,13 @@ impl ChannelLayout {
             };
             for _ in 0..shape.slots {
                 link.slots.push(SlotLayout {
-                    segments: ArrayLayout::reserve(&mut layout, shape.max_segments)?,
+                    segments: ArrayLayout::reserve(&mut layout, of_source(shape.max_segments))?,
                     raises: ArrayLayout::reserve(&mut layout, MAX_RAISES)?,
                     raised: ArrayLayout::reserve(&mut layout, 1)?,
                     ids: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
                     weights: ArrayLayout::reserve(&mut layout, rows.saturating_mul(shape.max_top_k))?,
                     token_ids: ArrayLayout::reserve(&mut layout, rows)?,
-                    rows: ArrayLayout::reserve(&mut layout, shape.row_area_bytes())?,
+                    rows: ArrayLayout::reserve(&mut layout, of_source(shape.row_area_bytes()))?,
                 });
             }
             links.push(link);
@@ -132,6 +137,11 @@ impl ChannelLayout {
 }
 
 impl GroupShape {
+    /// Whether ranks beside the sources compute experts.
+    pub const fn is_mixed(&self) -> bool {
+        self.sources < self.ranks
+    }
+
     /// Bytes of a slot's row area: all rows in f32, and each segment on its own cache line.
     pub const fn row_area_bytes(&self) -> usize {
         (self.max_tokens_per_rank.saturating_mul(self.hidden).saturating_mul(4))

@@ -137,17 +137,17 @@ impl RouterChannel {
         FormingStep::new(self, slot, top_k)
     }
 
-    /// Pushes the formed step to every rank; `common` holds the fields that are equal for all of them. The slot is in
-    /// flight on each rank until its [`completion`](Self::completion).
+    /// Pushes the formed step to the first `ranks` ranks; `common` holds the fields that are equal for all of them. The slot is in
+    /// flight on each of them until its [`completion`](Self::completion).
     ///
     /// # Errors
     /// If the slot is in flight, or a rank's ring is full or broken.
-    pub fn launch(&mut self, common: &StepDescriptor) -> Result<(), ChannelError> {
+    pub fn launch(&mut self, common: &StepDescriptor, ranks: usize) -> Result<(), ChannelError> {
         let slot = Slot(common.slot);
-        for (rank, link) in self.links.iter().enumerate() {
+        for (rank, link) in self.links.iter().enumerate().take(ranks) {
             link.expect_idle(Rank(rank as u32), slot)?;
         }
-        for (rank, link) in self.links.iter_mut().enumerate() {
+        for (rank, link) in self.links.iter_mut().enumerate().take(ranks) {
             let rank = Rank(rank as u32);
             let descriptor = StepDescriptor {
                 tokens: link.cursor.rows as u32,
@@ -224,9 +224,10 @@ impl RouterChannel {
         rank.map_or(0, |staging| staging.raised.atomics()[0].load(Ordering::Acquire))
     }
 
-    /// Sequence of the last exchange whose experts phase has ended on every rank.
-    pub fn experts_done(&self) -> u64 {
-        self.links.iter().map(|l| l.experts_done.atomics()[0].load(Ordering::Acquire)).min().unwrap_or(0)
+    /// Sequence of the last exchange whose experts phase has ended on the first `ranks` ranks.
+    pub fn experts_done(&self, ranks: usize) -> u64 {
+        let done = self.links.iter().take(ranks).map(|l| l.experts_done.atomics()[0].load(Ordering::Acquire));
+        done.min().unwrap_or(0)
     }
 
     /// Sets whether ranks ring at the end of an experts phase, too.

@@ -13,7 +13,15 @@ use expertd_shm::wait::WaitPolicy;
 use expertd_types::{ChunkedBytes, DType, Slot};
 
 fn shape() -> GroupShape {
-    GroupShape { ranks: 2, slots: 2, max_tokens_per_rank: 5, max_segments: 4, hidden: 3, max_top_k: 2 }
+    GroupShape {
+        ranks: 2,
+        sources: 2,
+        slots: 2,
+        max_tokens_per_rank: 5,
+        max_segments: 4,
+        hidden: 3,
+        max_top_k: 2,
+    }
 }
 
 fn join(router: &RouterChannel, bell: &RouterBell, rank: u32) -> RankChannel {
@@ -53,7 +61,7 @@ fn rows_and_routing_go_to_the_rank_and_answers_come_back() {
         };
         let routed = forming.stage(Rank(1), &given).unwrap();
         forming.copy(&mut Copier::default());
-        router.launch(&step(sequence, slot)).unwrap();
+        router.launch(&step(sequence, slot), 2).unwrap();
 
         let idle = zero.wait_step(Duration::ZERO, &stop).unwrap().unwrap();
         assert_eq!((idle.tokens, idle.segments, idle.sequence), (0, 0, sequence));
@@ -126,7 +134,7 @@ fn more_than_staging_holds_is_refused_before_any_row_is_copied() {
     }
     let error = forming.stage(Rank(0), &one).unwrap_err();
     assert!(matches!(error, ChannelError::Capacity { what: "segments", .. }), "{error}");
-    router.launch(&step(1, 0)).unwrap();
+    router.launch(&step(1, 0), 2).unwrap();
     let step = rank.wait_step(Duration::ZERO, &AtomicBool::new(false)).unwrap().unwrap();
     assert!(rank.staging(&step).rows.iter().all(|&byte| byte == 0));
 }
@@ -162,7 +170,7 @@ fn the_rows_of_several_ranks_are_staged_in_one_batch() {
             forming.stage(Rank(1), &rows(1, 0..sizes[1])).unwrap(),
         ];
         forming.copy(&mut copier);
-        router.launch(&step(sequence, slot.0)).unwrap();
+        router.launch(&step(sequence, slot.0), 2).unwrap();
         let steps = ranks.each_mut().map(|rank| rank.step().unwrap().unwrap());
         assert_eq!(steps.map(|step| step.tokens as usize), [120, 80 + sizes[1]]);
         assert!(ranks[0].staging(&steps[0]).rows[..240_000] == requests[0][..240_000]);
@@ -193,7 +201,7 @@ fn late_notices_do_not_undo_later_ones() {
     one.experts_ended(3);
     for (sequence, done) in [(1, 1), (3, 3), (2, 3)] {
         zero.experts_ended(sequence);
-        assert_eq!(router.experts_done(), done);
+        assert_eq!(router.experts_done(2), done);
     }
 }
 
@@ -206,10 +214,10 @@ fn a_slot_in_flight_belongs_to_the_rank_alone() {
     let mut forming = router.begin(Slot(0), 2);
     let staged = forming.stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap();
     forming.copy(&mut Copier::default());
-    router.launch(&step(1, 0)).unwrap();
+    router.launch(&step(1, 0), 2).unwrap();
 
     let in_flight = |error| matches!(error, ChannelError::InFlight { slot: Slot(0), sequence: 1, .. });
-    assert!(in_flight(router.launch(&step(2, 0)).unwrap_err()));
+    assert!(in_flight(router.launch(&step(2, 0), 2).unwrap_err()));
     let error = router.begin(Slot(0), 2).stage(Rank(1), &plain_rows(&rows, 1, DType::F32)).unwrap_err();
     assert!(in_flight(error));
     let panics =
@@ -231,7 +239,7 @@ fn a_slot_in_flight_belongs_to_the_rank_alone() {
     assert!(panics(&|| router.answer(&staged).len()), "rank 1 has not completed the step");
     router.completion(Rank(1)).unwrap().unwrap();
     assert_eq!(router.answer(&staged), rows);
-    router.launch(&step(2, 0)).unwrap();
+    router.launch(&step(2, 0), 2).unwrap();
 }
 
 #[test]
@@ -239,9 +247,9 @@ fn a_descriptor_that_does_not_fit_the_shape_is_an_error() {
     let bell = RouterBell::create().unwrap();
     let mut router = RouterChannel::create(&shape()).unwrap();
     let mut rank = join(&router, &bell, 0);
-    let error = router.launch(&step(1, 2)).unwrap_err();
+    let error = router.launch(&step(1, 2), 2).unwrap_err();
     assert!(matches!(error, ChannelError::Capacity { what: "slots", needed: 3, .. }), "{error}");
-    router.launch(&StepDescriptor { top_k: 3, ..step(1, 0) }).unwrap();
+    router.launch(&StepDescriptor { top_k: 3, ..step(1, 0) }, 2).unwrap();
     assert!(matches!(rank.step(), Err(ChannelError::Capacity { what: "experts per token", .. })));
 }
 

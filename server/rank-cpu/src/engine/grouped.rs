@@ -4,6 +4,7 @@ use expertd_compute::experts::Assignments;
 
 use crate::exchange::ReceivedRows;
 use crate::weights::{NOT_HERE, RankLayer};
+use expertd_types::{ExpertId, Rank};
 
 /// Received rows in the order of their experts; see [`Assignments`].
 #[derive(Default)]
@@ -31,6 +32,25 @@ impl GroupedRows {
             choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
         });
         self.sort(layer, choices);
+    }
+
+    /// Sorts the choices of a step of a mixed group that `rank` computes. Of an expert's owners the first one computes all of its rows.
+    /// Ids that no rank owns are ignored.
+    pub(super) fn fill_mixed(
+        &mut self,
+        layer: &RankLayer,
+        rank: Rank,
+        ids: &[i32],
+        weights: &[f32],
+        k: usize,
+    ) {
+        let is_first = |id: i32| {
+            let id = u32::try_from(id).ok().map(ExpertId);
+            id.and_then(|id| layer.owners.of(id)).is_some_and(|owners| owners.first() == Some(&rank))
+        };
+        let choices = ids.iter().zip(weights).enumerate();
+        let choices = choices.filter(|(_, (id, _))| is_first(**id));
+        self.sort(layer, choices.map(|(i, (&id, &weight))| ((i / k) as u32, id, weight)));
     }
 
     /// Sorts `(row, expert, weight)`; `choices` is iterated twice.

@@ -19,6 +19,18 @@ impl RowPath {
     const ALL: [RowPath; 3] = [RowPath::Mapped, RowPath::Converted, RowPath::Unchanged];
 }
 
+/// The part of a step that is launched at once. A step of a layer that has experts on CPU ranks has two halves: the second one follows when
+/// their sums have come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Half {
+    /// All of the step.
+    Whole,
+    /// Up to the experts.
+    First,
+    /// From combine on.
+    Second,
+}
+
 /// What distinguishes steps of one kind of layer in one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
@@ -57,17 +69,17 @@ impl Variant {
     }
 }
 
-/// Graphs by class of layer, slot and variant.
+/// Graphs by class of layer, slot, variant and half of the step.
 #[derive(Debug, Default)]
-pub(super) struct Graphs(HashMap<(usize, usize, Variant), Graph>);
+pub(super) struct Graphs(HashMap<(usize, usize, (Variant, Half)), Graph>);
 
 impl Graphs {
-    pub(super) fn insert(&mut self, class: usize, slot: usize, variant: Variant, graph: Graph) {
-        self.0.insert((class, slot, variant), graph);
+    pub(super) fn insert(&mut self, class: usize, slot: usize, of: (Variant, Half), graph: Graph) {
+        self.0.insert((class, slot, of), graph);
     }
 
-    pub(super) fn get(&self, class: usize, slot: usize, variant: Variant) -> Option<&Graph> {
-        self.0.get(&(class, slot, variant))
+    pub(super) fn get(&self, class: usize, slot: usize, of: (Variant, Half)) -> Option<&Graph> {
+        self.0.get(&(class, slot, of))
     }
 
     pub(super) fn len(&self) -> usize {

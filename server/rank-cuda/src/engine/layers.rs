@@ -36,6 +36,8 @@ pub(super) struct Layer {
     pub(super) spec: MoeLayer,
     /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
+    /// In a mixed group: whether this rank has all of the layer's experts, so that its steps need no CPU ranks.
+    pub(super) is_whole: bool,
     /// The experts that this rank owns, ascending.
     pub(super) mine: Vec<u32>,
     /// Device format of the layer's experts, also on ranks that own none of them.
@@ -66,21 +68,43 @@ pub(super) struct Layers {
     _memory: ShareableMemory,
 }
 
+/// The tables of a placement.
+pub(super) enum Tables {
+    /// Of all ranks.
+    Copies(CopyTables),
+    /// Of the source of a mixed group alone.
+    Resident(CopyTables),
+}
+
+impl Tables {
+    /// Number of physical experts of each rank.
+    pub(super) const fn per_rank(&self) -> u32 {
+        match self {
+            Tables::Copies(tables) | Tables::Resident(tables) => tables.per_rank(),
+        }
+    }
+}
+
 /// The tables of a placement in device memory.
 struct DevicePlacement {
     /// Number of physical experts of each rank, in every layer.
     per_rank: u32,
-    copies: Buffer<u32>,
+    /// `None` in a mixed group, where kernels see this rank alone.
+    copies: Option<Buffer<u32>>,
     local_ids: Buffer<u32>,
+    /// In a mixed group: `TierParams::resident`.
+    resident: Option<Buffer<u32>>,
 }
 
 impl DevicePlacement {
-    fn new(device: &Device, tables: &CopyTables, rank: Rank) -> Result<Self, DeviceError> {
-        Ok(DevicePlacement {
-            per_rank: tables.per_rank(),
-            copies: Buffer::from_slice(device, tables.copies())?,
-            local_ids: Buffer::from_slice(device, &tables.local_ids(rank.index()))?,
-        })
+    fn new(device: &Device, tables: &Tables, rank: Rank) -> Result<Self, DeviceError> {
+        let buffer = |values: &[u32]| Buffer::from_slice(device, values).map(Some);
+        let (tables, copies, resident) = match tables {
+            Tables::Copies(tables) => (tables, buffer(tables.copies())?, None),
+            Tables::Resident(tables) => (tables, None, buffer(&tables.resident(rank.index()))?),
+        };
+        let local_ids = Buffer::from_slice(device, &tables.local_ids(rank.index()))?;
+        Ok(DevicePlacement { per_rank: tables.per_rank(), copies, local_ids, resident })
     }
 }
 
@@ -118,7 +142,8 @@ impl Layers {
         let routed = layer.spec.experts.count as u32;
         match &self.placement {
             Some(placed) => {
-                Group { experts: group.ranks * placed.per_rank, copies: placed.copies.address(), ..group }
+                let copies = placed.copies.as_ref().map_or(0, Buffer::address);
+                Group { experts: group.ranks * placed.per_rank, copies, ..group }
             }
             None => Group { experts: routed, copies: 0, ..group },
         }
@@ -134,11 +159,17 @@ impl Layers {
         self.placement.as_ref().map_or(0, |placed| placed.local_ids.address())
     }
 
+    /// Address of `TierParams::resident`; 0 outside of mixed groups.
+    pub(super) fn resident(&self) -> u64 {
+        let resident = self.placement.as_ref().and_then(|placed| placed.resident.as_ref());
+        resident.map_or(0, Buffer::address)
+    }
+
     /// Makes the tables of layers whose weights lie in `memory`. `tables` is the placement of their experts, as seen by `rank`.
     pub(super) fn new(
         device: &Device,
         layers: Vec<Option<Layer>>,
-        (tables, rank): (Option<&CopyTables>, Rank),
+        (tables, rank): (Option<&Tables>, Rank),
         weight_bytes: u64,
         memory: ShareableMemory,
     ) -> Result<Self, DeviceError> {
@@ -174,7 +205,7 @@ pub(super) fn place(
                 experts.set_block_scales(block_scales);
                 experts
             };
-            let mine = share.experts(LayerId(index), moe);
+            let (mine, is_whole) = (share.experts(LayerId(index), moe), share.is_whole(LayerId(index)));
             let MoeLayer { experts: routed, shared, .. } = moe;
             let experts = (!mine.is_empty()).then(|| {
                 let stored = Stored::routed(routed);
@@ -192,7 +223,8 @@ pub(super) fn place(
             });
             Layer {
                 spec: moe.clone(),
-                class: class_of(&layers, moe),
+                class: class_of(&layers, moe, is_whole),
+                is_whole,
                 mine,
                 format: Stored::routed(&moe.experts).on_device(products),
                 gate: place_gate(&moe.gate, row, facts.gate_low, space),
@@ -218,10 +250,11 @@ fn place_gate(spec: &GateSpec, row: usize, has_low: bool, space: &mut WeightSpac
     }
 }
 
-/// The class of the layers that equal `moe`, or a new class.
-fn class_of(layers: &[Option<Layer>], moe: &MoeLayer) -> usize {
+/// The class of the layers that equal `moe` and are whole like it, or a new class.
+fn class_of(layers: &[Option<Layer>], moe: &MoeLayer, is_whole: bool) -> usize {
     let known = || layers.iter().flatten();
-    let alike = known().find(|layer| layer.spec == *moe).map(|layer| layer.class);
+    let alike =
+        known().find(|layer| layer.spec == *moe && layer.is_whole == is_whole).map(|layer| layer.class);
     alike.unwrap_or_else(|| known().map(|layer| layer.class + 1).max().unwrap_or(0))
 }
 

@@ -29,6 +29,7 @@ mod probe;
 mod run;
 mod setup;
 mod step;
+mod tier;
 mod upload;
 mod usage;
 mod weights;
@@ -49,12 +50,13 @@ use expertd_kernels::slot::{combine_blocks, dispatch_blocks};
 use self::copies::Copies;
 use self::counts::DeviceCounts;
 use self::fault::CudaFault;
-use self::graphs::{Graphs, RowPath, Variant};
+use self::graphs::{Graphs, Half, RowPath, Variant};
 use self::layers::{Layer, Layers};
 use self::memories::Memories;
 use self::parts::{Cut, Parts};
 use self::run::{Running, Watch};
 use self::step::{Buffers, COPY_BLOCKS, SlotSet, StagedAddresses, StepLaunches, copy_blocks};
+use self::tier::Tier;
 use crate as gpu;
 use crate::windows::LsaWindows;
 use expertd_ipc::control::RankSetup;
@@ -105,6 +107,8 @@ pub(super) struct CudaEngine {
     layers: Layers,
     counts: DeviceCounts,
     host: PinnedStaging,
+    /// The wire to the CPU ranks of a mixed group.
+    tier: Option<Tier>,
     memories: Memories,
     shape: Shape,
     /// Elements of a row without padding.
@@ -124,6 +128,7 @@ struct EngineParts {
     shape: Shape,
     windows: LsaWindows,
     host: PinnedStaging,
+    tier: Option<Tier>,
     counts: DeviceCounts,
     layers: Layers,
     buffers: Buffers,
@@ -137,7 +142,7 @@ impl CudaEngine {
         parts: EngineParts,
         staged: &[StagingAddresses],
     ) -> Result<Self, CudaFault> {
-        let EngineParts { shape, windows, host, counts, layers, buffers, copies } = parts;
+        let EngineParts { shape, windows, host, tier, counts, layers, buffers, copies } = parts;
         let deadline = u64::try_from(setup.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
         let groups = buffers.slots.iter().enumerate().map(|(slot, set)| {
             set.kernels.group(&shape, setup.rank.0, &windows.slot(slot), setup.generation.0, deadline)
@@ -163,12 +168,15 @@ impl CudaEngine {
             layers,
             counts,
             host,
+            tier,
             memories: Memories::new(setup.rank == Rank(0)),
             shape,
             hidden: setup.shape.hidden,
             multiprocessors,
             most_blocks,
-            step_deadline: 3 * setup.peer_timeout + Duration::from_secs(5),
+            step_deadline: 3 * setup.peer_timeout
+                + Duration::from_secs(5)
+                + if setup.shape.is_mixed() { setup.step_timeout } else { Duration::ZERO },
             device,
             staged: Vec::new(),
         };
@@ -215,9 +223,12 @@ impl CudaEngine {
         slot: usize,
         top_k: u32,
         variant: Variant,
+        half: Half,
         parts: Option<Parts<'a>>,
     ) -> StepLaunches<'a> {
         StepLaunches {
+            half,
+            tier: self.tier_of(layer).map(|tier| tier.places(slot)),
             layer,
             slot: &self.buffers.slots[slot],
             counts: &self.counts,
@@ -251,23 +262,36 @@ impl CudaEngine {
         for (class, layer) in self.layers.classes() {
             for slot in 0..self.buffers.slots.len() {
                 for variant in Variant::all(self.shape.max_tokens, layer.shared.is_some(), copied_from) {
-                    let launches = self.launches(layer, slot, layer.spec.gate.top_k as u32, variant, None);
-                    let graph = self.stream.capture(|| {
-                        // SAFETY: the graph accesses memory of this engine, which drops its graphs first, and staging, which
-                        // outlives the engine.
-                        unsafe {
-                            launches.enqueue(&self.layers, &self.buffers, &self.shape, &self.stream)?;
-                        }
-                        Ok::<_, CudaFault>(())
-                    })?;
-                    graph.upload(&self.stream)?;
-                    graphs.insert(class, slot, variant, graph);
+                    for &half in self.halves(layer) {
+                        let top_k = layer.spec.gate.top_k as u32;
+                        let launches = self.launches(layer, slot, top_k, variant, half, None);
+                        let graph = self.stream.capture(|| {
+                            // SAFETY: the graph accesses memory of this engine, which drops its graphs first, and staging, which
+                            // outlives the engine.
+                            unsafe {
+                                launches.enqueue(&self.layers, &self.buffers, &self.shape, &self.stream)?;
+                            }
+                            Ok::<_, CudaFault>(())
+                        })?;
+                        graph.upload(&self.stream)?;
+                        graphs.insert(class, slot, (variant, half), graph);
+                    }
                 }
             }
         }
         self.stream.synchronize()?;
         tracing::debug!(graphs = graphs.len(), took = ?start.elapsed(), "captured");
         Ok(graphs)
+    }
+
+    /// The wire, if steps of the layer need CPU ranks.
+    fn tier_of(&self, layer: &Layer) -> Option<&Tier> {
+        self.tier.as_ref().filter(|_| !layer.is_whole)
+    }
+
+    /// The halves in which steps of the layer are launched.
+    fn halves(&self, layer: &Layer) -> &'static [Half] {
+        if self.tier_of(layer).is_some() { &[Half::First, Half::Second] } else { &[Half::Whole] }
     }
 
     /// The copy engines' buffers and streams, if steps of this variant use them.

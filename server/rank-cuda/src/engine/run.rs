@@ -11,11 +11,12 @@ use expertd_kernels::slot::combine_blocks;
 use super::CudaEngine;
 use super::copies::{UnchangedRows, unchanged};
 use super::fault::CudaFault;
-use super::graphs::{RowPath, Variant};
+use super::graphs::{Half, RowPath, Variant};
 use super::layers::Layer;
 use super::memories::ClientCopy;
 use super::pad::{pad, unpad};
 use super::parts::Parts;
+use super::tier::{Outward, Rest};
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
@@ -36,6 +37,8 @@ pub(super) struct Running {
     parts: usize,
     /// Whether the router was notified of the end of its experts phase.
     notified: bool,
+    /// What is launched when the sums of CPU ranks have come.
+    pub(super) rest: Option<Rest>,
 }
 
 /// The wait for the oldest running step.
@@ -52,13 +55,14 @@ impl Watch {
 }
 
 impl CudaEngine {
-    /// Launches a step whose rows travel unchanged. Returns the number of parts in which its results are copied; 0 if it was
-    /// not cut.
+    /// Launches a step whose rows travel unchanged, or its first half. Returns the number of parts in which its results are copied; 0 if
+    /// it was not cut.
     fn launch_unchanged(
         &self,
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
+        half: Half,
         copies: &[ClientCopy],
     ) -> Result<usize, CudaFault> {
         let Some(engines) = self.copies_of(variant) else {
@@ -71,35 +75,38 @@ impl CudaEngine {
         let is_alone = self.running.is_empty();
         engines.inward_unchanged(slot, &rows, is_alone, &self.stream)?;
         let arrived = engines.arrived(slot);
-        if !is_alone || step.tokens < self.cut.from || self.aligned {
+        if !is_alone || step.tokens < self.cut.from || self.aligned || half == Half::First {
             arrived.wait_event(&self.stream)?;
-            self.launch_kernels(step, layer, variant, None)?;
-            engines.outward_unchanged(slot, &rows, None, &self.stream)?;
+            self.launch_kernels(step, layer, variant, half, None)?;
+            if half == Half::Whole {
+                engines.outward_unchanged(slot, &rows, None, &self.stream)?;
+            }
             return Ok(0);
         }
         let combine_blocks = combine_blocks(&self.shape, variant.rows, self.most_blocks);
         let ends = self.cut.ends(step.tokens, &self.shape, combine_blocks);
         let parts = Parts { arrived, ends: &ends, combined: engines.combined(slot) };
-        self.launch_kernels(step, layer, variant, Some(parts))?;
+        self.launch_kernels(step, layer, variant, half, Some(parts))?;
         engines.outward_unchanged(slot, &rows, Some(parts), &self.stream)?;
         Ok(ends.len())
     }
 
-    /// Launches the kernels of a step.
-    fn launch_kernels(
+    /// Launches the kernels of a step or of half of it.
+    pub(super) fn launch_kernels(
         &self,
         step: &StepDescriptor,
         layer: &Layer,
         variant: Variant,
+        half: Half,
         parts: Option<Parts<'_>>,
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        match self.graphs.get(layer.class, slot, variant) {
+        match self.graphs.get(layer.class, slot, (variant, half)) {
             Some(graph) if parts.is_none() && step.top_k as usize == layer.spec.gate.top_k => {
                 Ok(graph.launch(&self.stream)?)
             }
             _ => {
-                let launches = self.launches(layer, slot, step.top_k, variant, parts);
+                let launches = self.launches(layer, slot, step.top_k, variant, half, parts);
                 // SAFETY: all addresses are of memory in `self` or in the slot's staging. Completion is reported after the step has
                 // ended; after a fault the engine is dropped, which drains the streams first.
                 unsafe { launches.enqueue(&self.layers, &self.buffers, &self.shape, &self.stream) }
@@ -107,23 +114,22 @@ impl CudaEngine {
         }
     }
 
-    /// Launches a step whose rows kernels convert.
+    /// Launches a step whose rows kernels convert, or its first half. Copy engines carry `bytes` bytes of staged rows.
     fn launch(
         &self,
         step: &StepDescriptor,
         layer: &Layer,
-        variant: Variant,
-        segments: &[CheckedSegment],
+        (variant, half): (Variant, Half),
+        (segments, bytes): (usize, usize),
         clients: &[ClientCopy],
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
-        let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
         let copies = self.copies_of(variant);
         if let Some(copies) = copies {
-            copies.inward(slot, segments.len(), bytes, clients, &self.stream)?;
+            copies.inward(slot, segments, bytes, clients, &self.stream)?;
         }
-        self.launch_kernels(step, layer, variant, None)?;
-        if let Some(copies) = copies {
+        self.launch_kernels(step, layer, variant, half, None)?;
+        if let Some(copies) = copies.filter(|_| half == Half::Whole) {
             copies.outward(slot, bytes, clients, &self.stream)?;
         }
         Ok(())
@@ -248,13 +254,18 @@ impl StepEngine for CudaEngine {
             true => Vec::new(),
             false => self.memories.place(&segments, staging.segments, converted),
         };
-        let parts = match carried {
-            Some(copies) => self.launch_unchanged(step, layer, variant, &copies)?,
+        let half = self.halves(layer)[0];
+        let (parts, outward) = match carried {
+            Some(copies) => {
+                (self.launch_unchanged(step, layer, variant, half, &copies)?, Outward::Unchanged(copies))
+            }
             None => {
-                self.launch(step, layer, variant, &segments, &clients)?;
-                0
+                let bytes = segments.iter().map(CheckedSegment::staged_end).max().unwrap_or(0);
+                self.launch(step, layer, (variant, half), (segments.len(), bytes), &clients)?;
+                (0, if copied { Outward::Converted(bytes, clients) } else { Outward::None })
             }
         };
+        let rest = (half == Half::First).then(|| Rest::new(step, variant, outward));
         self.inject_fault(slot)?;
         if self.running.is_empty() {
             self.watch = Watch::start();
@@ -267,6 +278,7 @@ impl StepEngine for CudaEngine {
             copied,
             parts,
             notified: false,
+            rest,
         });
         Ok(None)
     }
@@ -277,6 +289,7 @@ impl StepEngine for CudaEngine {
         channel: &mut RankChannel,
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
+        self.launch_rests()?;
         for running in self.running.iter_mut().filter(|running| !running.notified) {
             if self.buffers.slots[running.slot].experts_done.first_word() != running.sequence {
                 // Notify in order: if this thread was descheduled, a later step's word may be visible first.

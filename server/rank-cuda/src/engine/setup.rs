@@ -6,16 +6,16 @@ use std::io::BufReader;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, Pinned};
 use expertd_kernels::layout::Shape;
 use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
 use super::counts::DeviceCounts;
-use super::layers::{any_fp8_products, widest};
+use super::layers::{Tables, any_fp8_products, widest};
 use super::open::open;
 use super::step::{Buffers, Sizes};
+use super::tier::Tier;
 use super::usage;
 use super::weights::HeldWeights;
 use super::weights_error::WeightsError;
@@ -33,6 +33,8 @@ const JOIN_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Sets up this rank's GPU, joins the group, and loads.
 pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
+    let is_mixed = joining.setup.shape.is_mixed();
+    let wire = is_mixed.then(|| joining.next_fd("the wire")).transpose()?;
     let (index, memory) = (joining.next_fd("the index of weights")?, joining.next_fd("the weights")?);
     let Joining { setup, channel, row_counts, socket, reader, clock, .. } = joining;
     let load_failure = |error: WeightsError| (FailureKind::Load, error.to_string());
@@ -43,8 +45,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let device = open(gpu.index).map_err(setup_failure)?;
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
-    let tables = weights.copy_tables();
-    let physical = |tables: &CopyTables| (setup.shape.ranks * tables.per_rank()) as usize;
+    let tables = weights.tables(is_mixed);
+    let physical = |tables: &Tables| (setup.shape.sources * tables.per_rank()) as usize;
     let shape = gpu::kernel_shape(&setup.shape, tables.as_ref().map_or(spec.max_experts(), physical));
     expertd_kernels::experts::setup().map_err(setup_failure)?;
     clock.end("kernels");
@@ -53,6 +55,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     clock.end("windows");
     let host = pin(&device, channel)?;
     clock.end("pinned staging");
+    let tier = wire.map(|wire| Tier::new(setup, &device, &shape, wire)).transpose()?;
+    clock.end("wire");
     let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
     clock.end("row counts");
     let padding = shape.hidden as usize != setup.shape.hidden;
@@ -84,9 +88,13 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         "cuda, GPU {} ({name}){}{}",
         gpu.index,
         if gpu.ranks == 1 { String::new() } else { format!(", shared by {} ranks", gpu.ranks) },
-        if setup.shape.ranks == 1 { "" } else { ", windows over NCCL" }
+        match setup.shape.sources {
+            1 if is_mixed => ", all rows; wire to CPU ranks",
+            1 => "",
+            _ => ", windows over NCCL",
+        }
     );
-    let parts = EngineParts { shape, windows, host, counts, layers, buffers, copies };
+    let parts = EngineParts { shape, windows, host, tier, counts, layers, buffers, copies };
     let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })

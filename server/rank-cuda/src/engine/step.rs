@@ -8,7 +8,7 @@ use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{Completion, ROW_PLACE_BYTES, Segment, StepRequest};
 use expertd_kernels::slot::SlotBuffers;
 
-pub(super) use launches::StepLaunches;
+pub(super) use launches::{StepLaunches, TierPlaces};
 
 use crate::experts::{HostBuffer, Panels};
 

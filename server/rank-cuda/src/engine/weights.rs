@@ -5,16 +5,15 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
-use expertd_kernels::copies::CopyTables;
 use expertd_kernels::device::{Device, DeviceError, ShareableMemory};
 use serde::{Deserialize, Serialize};
 
-use super::layers::{LayerFacts, Layers, place};
+use super::layers::{LayerFacts, Layers, Tables, place};
 use super::open::open;
 use super::upload::Upload;
 use super::weights_error::WeightsError;
 use crate::experts::{PackOn, WeightSpace, bf16_parts, padded};
-use crate::{RankGpu, copy_tables};
+use crate::{RankGpu, copy_tables, resident_tables};
 use expertd_ipc::control::{LoaderSetup, RankSetup};
 use expertd_ipc::{SealedMemory, SealedWriter};
 use expertd_model::{Checkpoint, ModelSpec};
@@ -23,7 +22,7 @@ use expertd_rank::{PackedShare, Progress, SetupClock};
 use expertd_types::{ExpertPlacement, Fp8Products, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 5;
+const LAYOUT: u32 = 6;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, for each rank on the GPU, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
@@ -207,13 +206,16 @@ impl HeldWeights {
         ExpertShare::of_rank(self.index.rank, self.index.ranks, self.index.placement.clone())
     }
 
-    /// The tables of the placement, if there is one.
-    pub(super) fn copy_tables(&self) -> Option<CopyTables> {
-        copy_tables(&self.index.spec, &self.share())
+    /// The tables of the placement, if there is one or the group is mixed.
+    pub(super) fn tables(&self, is_mixed: bool) -> Option<Tables> {
+        if is_mixed {
+            return Some(Tables::Resident(resident_tables(&self.index.spec, &self.share())));
+        }
+        copy_tables(&self.index.spec, &self.share()).map(Tables::Copies)
     }
 
-    /// Maps the weights, for reading only. `tables` are those of [`copy_tables`](Self::copy_tables).
-    pub(super) fn map(self, device: &Device, tables: Option<&CopyTables>) -> Result<Layers, WeightsError> {
+    /// Maps the weights, for reading only. `tables` are those of [`tables`](Self::tables).
+    pub(super) fn map(self, device: &Device, tables: Option<&Tables>) -> Result<Layers, WeightsError> {
         let share = self.share();
         let Index { rank, fp8_products, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;

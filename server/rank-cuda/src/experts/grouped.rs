@@ -6,8 +6,7 @@ use expertd_model::decode::{fp4_e2m1, fp8_e4m3};
 use expertd_model::{MatrixView, Packing, Scales, WeightFormat};
 use half::bf16;
 
-/// Columns that share an exponent in MXFP4 and MXFP8.
-const MX_COLS: usize = 32;
+use crate::format::MX_COLS;
 
 /// The values of FP8 codes.
 static E4M3: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| fp8_e4m3(code as u8)));

@@ -1,4 +1,4 @@
-//! The upload buffer of one FP8, MXFP4 or INT4 expert: its codes and scales in the layout that the packing kernel reads.
+//! The upload buffer of one expert that is not bf16: its codes and scales in the layout that the packing kernel reads.
 //!
 //! Codes are copied unchanged, but MXFP4 becomes e4m3 codes for products in FP8; padding rows and columns are zero. Scales of FP8 become
 //! one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
@@ -8,14 +8,12 @@ use rayon::prelude::*;
 
 use super::DeviceFormat;
 use super::int4::{fill_groups, fill_nibbles};
-use crate::format::{FP8_COLS, INT4_COLS};
+use crate::format::{FP8_COLS, INT4_COLS, MX_COLS, NVFP4_COLS};
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, Scales, WeightFormat, mxfp4_as_fp8};
+use expertd_model::{MatrixView, ScaleFormat, Scales, WeightFormat, mxfp4_as_fp8};
 
 /// Rows that may share an FP8 multiplier on the device.
 const BLOCK_ROWS: usize = 128;
-/// Columns that share an MXFP4 exponent.
-const MX_COLS: usize = 32;
 
 /// Properties of an expert that was written to an upload buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,10 +100,11 @@ impl ExpertLayout {
             fill_codes(view, cols, codes, self.format);
             filled.block_scales &= has_block_scales(view);
             match self.format {
-                DeviceFormat::Mxfp4 => {
+                DeviceFormat::Mxfp4 | DeviceFormat::Mxfp8 => {
                     fill_exponents(view, cols / MX_COLS, scales);
                     row_scales.fill(1.0);
                 }
+                DeviceFormat::Nvfp4 => fill_e4m3_scales(view, cols / NVFP4_COLS, scales, row_scales),
                 _ => fill_multipliers(
                     view,
                     cols.div_ceil(FP8_COLS),
@@ -152,7 +151,7 @@ impl ExpertLayout {
 /// Size of a row of codes, in bytes.
 fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
     match format {
-        DeviceFormat::Mxfp4 | DeviceFormat::Int4 | DeviceFormat::Int4Zeros => cols / 2,
+        DeviceFormat::Mxfp4 | DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 => cols / 2,
         _ => cols,
     }
 }
@@ -160,7 +159,8 @@ fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
 /// Size of a row's scales, in bytes.
 fn scale_bytes(format: DeviceFormat, cols: usize) -> usize {
     match format {
-        DeviceFormat::Mxfp4 => cols / MX_COLS,
+        DeviceFormat::Mxfp4 | DeviceFormat::Mxfp8 => cols / MX_COLS,
+        DeviceFormat::Nvfp4 => cols / NVFP4_COLS,
         DeviceFormat::Int4 | DeviceFormat::Int4Zeros => cols / INT4_COLS * 2,
         _ => cols.div_ceil(FP8_COLS) * 4,
     }
@@ -185,12 +185,20 @@ fn check(format: DeviceFormat, view: &MatrixView<'_>) -> Result<(), String> {
                  multiple of {FP8_COLS} columns wide or span the matrix"
             ))
         }
-        Scales::Groups(groups) if groups.cols < view.cols && !groups.cols.is_multiple_of(INT4_COLS) => {
-            Err(format!(
-                "INT4 scales for groups of {} columns cannot be packed as {format:?}: expected groups that are a multiple of \
-                 {INT4_COLS} columns wide or span the matrix",
-                groups.cols
-            ))
+        Scales::Groups(groups) => {
+            let nvfp4 = view.format == WeightFormat::Nvfp4;
+            let unit = if nvfp4 { NVFP4_COLS } else { INT4_COLS };
+            if nvfp4 && groups.format != ScaleFormat::Fp8E4m3 {
+                return Err(format!("NVFP4 scales in {:?} cannot be packed as {format:?}", groups.format));
+            }
+            if groups.cols < view.cols && !groups.cols.is_multiple_of(unit) {
+                return Err(format!(
+                    "{} scales for groups of {} columns cannot be packed as {format:?}: expected groups that are a multiple of \
+                     {unit} columns wide or span the matrix",
+                    view.format, groups.cols
+                ));
+            }
+            Ok(())
         }
         _ => Ok(()),
     }
@@ -205,7 +213,7 @@ fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], format: DeviceF
             return;
         }
         let start = row * view.row_stride;
-        if format == DeviceFormat::Mxfp4 {
+        if matches!(format, DeviceFormat::Mxfp4 | DeviceFormat::Nvfp4) {
             if start.is_multiple_of(2) && view.cols.is_multiple_of(2) {
                 to[..view.cols / 2].copy_from_slice(&view.data[start / 2..(start + view.cols) / 2]);
             } else {
@@ -225,6 +233,23 @@ fn fill_exponents(view: &MatrixView<'_>, blocks: usize, to: &mut [u8]) {
         for (block, to) in to.iter_mut().enumerate() {
             let inside = row < view.rows && block * MX_COLS < view.cols;
             *to = if inside { view.exponent(row, block * MX_COLS) } else { 0 };
+        }
+    }
+}
+
+/// Writes `[rows, groups]` e4m3 scales of an NVFP4 matrix, and the factor of the matrix for each row. Scales outside the matrix are zero.
+fn fill_e4m3_scales(view: &MatrixView<'_>, groups: usize, to: &mut [u8], row_scales: &mut [f32]) {
+    let Scales::Groups(scales) = &view.scales else { unreachable!("NVFP4 has scales of groups") };
+    for (row, (to, row_scale)) in to.chunks_mut(groups).zip(row_scales).enumerate() {
+        let inside = row < view.rows;
+        *row_scale = if inside { scales.factor } else { 1.0 };
+        for (group, to) in to.iter_mut().enumerate() {
+            let col = group * NVFP4_COLS;
+            *to = if inside && col < view.cols {
+                scales.data[row * scales.row_stride + col / scales.cols * scales.group_stride]
+            } else {
+                0
+            };
         }
     }
 }

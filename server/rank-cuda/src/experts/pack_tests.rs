@@ -20,6 +20,7 @@ const GROUP: usize = 32;
 pub(super) struct Stored {
     data: Vec<u8>,
     scales: Vec<f32>,
+    /// Exponents of MXFP4 and MXFP8; scales of NVFP4.
     exponents: Vec<u8>,
     /// Zero points of INT4, if it has them.
     pub(super) zeros: Option<Vec<u8>>,
@@ -33,8 +34,8 @@ impl Stored {
         // f16 holds them.
         let scale = |_| half::f16::from_f32(random.random_range(0.1..2.0)).to_f32();
         let scales = (0..rows * cols.div_ceil(GROUP)).map(scale).collect();
-        // Some exponents are NaN, and some exceed what bf16 multipliers hold.
-        let exponents = (0..rows * cols.div_ceil(32)).map(|_| random.random()).collect();
+        // Some are NaN, and some exponents exceed what bf16 multipliers hold.
+        let exponents = (0..rows * cols.div_ceil(16)).map(|_| random.random()).collect();
         Stored { data, scales, exponents, zeros: None, rows, cols }
     }
 
@@ -45,9 +46,15 @@ impl Stored {
     }
 
     /// Replaces FP8 codes that are NaN, and exponents by those whose values f32 holds.
-    pub(super) fn leave_out_nan(&mut self) {
-        self.data.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
-        self.exponents.iter_mut().for_each(|code| *code = 90 + *code % 60);
+    pub(super) fn leave_out_nan(&mut self, format: WeightFormat) {
+        let clean = |codes: &mut [u8]| {
+            codes.iter_mut().filter(|code| **code & 0x7f == 0x7f).for_each(|code| *code ^= 1);
+        };
+        clean(&mut self.data);
+        match format {
+            WeightFormat::Nvfp4 => clean(&mut self.exponents),
+            _ => self.exponents.iter_mut().for_each(|code| *code = 90 + *code % 60),
+        }
     }
 
     pub(super) fn view(&self, format: WeightFormat) -> MatrixView<'_> {
@@ -74,6 +81,15 @@ impl Stored {
                     group_stride: 1,
                     bias: 0,
                 }),
+            }),
+            WeightFormat::Nvfp4 => Scales::Groups(GroupScales {
+                cols: 16,
+                format: ScaleFormat::Fp8E4m3,
+                data: &self.exponents,
+                row_stride: cols.div_ceil(16),
+                group_stride: 1,
+                factor: 0.003_71,
+                zeros: None,
             }),
             _ => Scales::None,
         };
@@ -104,6 +120,8 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Int4, DeviceFormat::Int4),
         (WeightFormat::Int4, DeviceFormat::Int4Zeros),
         (WeightFormat::Int4, DeviceFormat::Bf16),
+        (WeightFormat::Nvfp4, DeviceFormat::Nvfp4),
+        (WeightFormat::Mxfp8, DeviceFormat::Mxfp8),
         (WeightFormat::Mxfp8, DeviceFormat::Bf16),
         (WeightFormat::Mxfp4, DeviceFormat::Bf16),
         (WeightFormat::Fp8E4m3, DeviceFormat::Bf16),

@@ -10,7 +10,15 @@ use expertd_types::{DType, Slot};
 const BYTES: usize = 3 * 4;
 
 fn shape() -> GroupShape {
-    GroupShape { ranks: 1, slots: 2, max_tokens_per_rank: 1, max_segments: 1, hidden: 3, max_top_k: 1 }
+    GroupShape {
+        ranks: 1,
+        sources: 1,
+        slots: 2,
+        max_tokens_per_rank: 1,
+        max_segments: 1,
+        hidden: 3,
+        max_top_k: 1,
+    }
 }
 
 /// An engine that ends a step only after the next one has begun, or once no more steps come. The answer inverts the rows.
@@ -115,7 +123,7 @@ fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
             let (sequence, slot) = (launched, slot.0);
             let step =
                 StepDescriptor { sequence, slot, step_tokens: 1, top_k: 1, ..StepDescriptor::zeroed() };
-            router.launch(&step).unwrap();
+            router.launch(&step, 1).unwrap();
         }
         no_more.store(launched == steps, Ordering::Relaxed);
         let policy = WaitPolicy::within(Duration::ZERO, Duration::from_secs(20));
@@ -136,7 +144,7 @@ fn run(steps: u64, fails_at: u64) -> (Vec<u64>, usize, Result<(), String>) {
     }
     orders.push(Order::Leave);
     while !rank.is_finished() {
-        router.launch(&StepDescriptor::zeroed()).ok();
+        router.launch(&StepDescriptor::zeroed(), 1).ok();
         std::thread::sleep(Duration::from_millis(1));
     }
     (completed, most.load(Ordering::Relaxed), rank.join().unwrap())

@@ -231,6 +231,14 @@ impl ExpertPlacement {
         self.layers().find(|(listed, _)| *listed == layer).map(|(_, placement)| placement)
     }
 
+    /// Whether `rank` owns every expert of a listed layer, whoever else owns some of them. Layers that are not listed are not whole.
+    pub fn is_whole(&self, layer: LayerId, rank: Rank) -> bool {
+        let owns =
+            |placed: &LayerPlacement, expert: &u32| placed.experts_of(rank).binary_search(expert).is_ok();
+        self.layer(layer)
+            .is_some_and(|placed| placed.experts.iter().flatten().all(|expert| owns(placed, expert)))
+    }
+
     /// Checks that the placement is for `ranks` ranks and for MoE layers of a model, given with their numbers of experts, and that
     /// every expert of a listed layer has an owner.
     ///
@@ -311,6 +319,16 @@ mod tests {
         assert_eq!(ranks, [0, 1, 2, 0, 1]);
         assert_eq!((owners.for_row(ExpertId(2), 9), owners.for_row(ExpertId(3), 0)), (Some(Rank(0)), None));
         assert_eq!(placement.check(LayerId(0), 3), Ok(()));
+    }
+
+    #[test]
+    fn a_layer_is_whole_where_all_of_its_experts_are() {
+        let placed = |experts: &[&[u32]]| LayerPlacement::new(experts.iter().map(|of| of.to_vec()).collect());
+        let layers = [placed(&[&[1, 0, 2], &[]]), placed(&[&[0, 2, 1], &[1]]), placed(&[&[0, 2], &[1]])];
+        let placement = ExpertPlacement::new(2, (0..).map(LayerId).zip(layers));
+        let whole = |layer, rank| placement.is_whole(LayerId(layer), Rank(rank));
+        assert_eq!([whole(0, 0), whole(1, 0), whole(2, 0), whole(3, 0)], [true, true, false, false]);
+        assert!(!whole(0, 1) && !whole(1, 1));
     }
 
     #[test]

@@ -144,9 +144,16 @@ impl Service {
         more: &[&str],
         environment: &[(&str, &str)],
     ) -> Result<Service, String> {
-        let of_gpus = if more.contains(&"cuda") { gpu_flags(ranks) } else { Vec::new() };
+        // A mixed group has one source rank.
+        let is_mixed = more.iter().any(|flag| ["cpu,cpu", "cuda,cpu"].contains(flag));
+        let on_gpus = match is_mixed {
+            true if more.contains(&"cuda,cpu") => 1,
+            false if more.contains(&"cuda") => ranks,
+            _ => 0,
+        };
+        let of_gpus = if on_gpus > 0 { gpu_flags(on_gpus) } else { Vec::new() };
         let of_gpus: Vec<&str> = of_gpus.iter().map(String::as_str).collect();
-        let ranks = ranks.to_string();
+        let ranks = if is_mixed { format!("1,{}", ranks - 1) } else { ranks.to_string() };
         let flags = [&["--ranks", &ranks], more, &of_gpus].concat();
         let mut command = serve_command(model, &flags);
         let mut child = command.envs(environment.iter().copied()).spawn().unwrap();

@@ -2,6 +2,7 @@
 
 use super::PlanError;
 use super::values::{derive, value};
+use crate::serve::kinds::{Kinds, RankNumbers};
 use crate::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, Inventory};
@@ -33,7 +34,7 @@ impl<'a> Host<'a> {
 /// # Errors
 /// As the plan of a service.
 pub(crate) fn gpus(serve: &ServeArgs) -> Result<Vec<u32>, PlanError> {
-    let serve = ServeArgs { device: Some(DeviceKind::Cuda), ..serve.clone() };
+    let serve = ServeArgs { device: Some(DeviceKind::Cuda.into()), ..serve.clone() };
     let mut given = Given::merge(&serve, None)?;
     Ok(Devices::choose(&mut given, &Host::here(&gpu::inventory, 1))?.gpus)
 }
@@ -41,11 +42,13 @@ pub(crate) fn gpus(serve: &ServeArgs) -> Result<Vec<u32>, PlanError> {
 /// The device of the ranks and what each of them gets.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Devices {
-    /// Device of the ranks.
+    /// Device of the source ranks.
     pub(super) device: DeviceKind,
     /// Number of ranks.
     pub(super) ranks: u32,
-    /// `[ranks]`: each rank's GPU; empty on CPUs.
+    /// Number of ranks that get rows: fewer than `ranks` in a mixed group, whose further ranks run on CPUs.
+    pub(super) sources: u32,
+    /// `[sources]`: each rank's GPU; empty on CPUs.
     pub(super) gpus: Vec<u32>,
 }
 
@@ -55,16 +58,46 @@ impl Devices {
     /// # Errors
     /// The first setting that contradicts another one or does not fit this machine or this build.
     pub(super) fn choose(given: &mut Given, host: &Host<'_>) -> Result<Self, PlanError> {
+        let workers = workers(given, host)?;
+        let (device, sources, gpus) = Self::of_sources(given, host)?;
+        let Some(workers) = workers else {
+            return Ok(Devices { device, ranks: sources, sources, gpus });
+        };
+        if let Some(ranks) = &mut given.ranks.0 {
+            ranks.second = Some(workers);
+        }
+        if sources > 1 {
+            return Err(value(
+                "ranks",
+                format!(
+                    "is {sources},{workers}, but a group with CPU ranks beside it has one {device} rank, which gets all rows; \
+                     use --ranks 1,{workers}"
+                ),
+            ));
+        }
+        if sources.saturating_add(workers) > MAX_RANKS {
+            return Err(value(
+                "ranks",
+                format!("is {sources},{workers}; a host runs at most {MAX_RANKS} ranks"),
+            ));
+        }
+        Ok(Devices { device, ranks: sources + workers, sources, gpus })
+    }
+
+    /// Device, number and GPUs of the source ranks.
+    fn of_sources(given: &mut Given, host: &Host<'_>) -> Result<(DeviceKind, u32, Vec<u32>), PlanError> {
         let list = match &given.gpus.0 {
             Some(text) => Some(parse(text).map_err(|problem| value("gpus", problem))?),
             None => None,
         };
         if let Some(list) = &list {
             let count = list.len();
-            if given.device.0 == Some(DeviceKind::Cpu) {
+            if given.device.0.is_some_and(|kinds| kinds.first == DeviceKind::Cpu) {
                 return Err(value("gpus", "is given, but device is cpu; leave one of the two out"));
             }
-            if let Some(ranks) = given.ranks.0.filter(|&ranks| ranks as usize != count) {
+            if let Some(ranks) =
+                given.ranks.0.map(|ranks| ranks.first).filter(|&ranks| ranks as usize != count)
+            {
                 return Err(value(
                     "gpus",
                     format!("has {count} entries, one for each rank, but ranks is {ranks}; leave ranks out"),
@@ -80,11 +113,13 @@ impl Devices {
                 ));
             }
         }
-        let wants_gpus = list.is_some() || given.device.0 == Some(DeviceKind::Cuda);
+        let wants_gpus =
+            list.is_some() || given.device.0.is_some_and(|kinds| kinds.first == DeviceKind::Cuda);
         if wants_gpus && !host.has_gpu_ranks {
             return Err(value(if list.is_some() { "gpus" } else { "device" }, gpu::BUILD_HINT));
         }
-        let found = if given.device.0 == Some(DeviceKind::Cpu) || !host.has_gpu_ranks || host.gpus == 0 {
+        let is_cpu = given.device.0.is_some_and(|kinds| kinds.first == DeviceKind::Cpu);
+        let found = if is_cpu || !host.has_gpu_ranks || host.gpus == 0 {
             Found { count: host.gpus, inventory: None }
         } else {
             Found::ask(host)
@@ -98,13 +133,19 @@ impl Devices {
             }
         };
         let is_given = given.device.0.is_some();
-        let device = derive(&mut given.device, default, &*why);
+        let kinds = derive(&mut given.device, default.into(), &*why);
+        let (device, is_mixed) = (kinds.first, kinds.is_mixed);
         if device == DeviceKind::Cpu {
             if let Some(refusal) = found.unsupported().filter(|_| !is_given) {
                 tracing::warn!(why = refusal, "the ranks run on the CPU");
             }
-            let ranks = derive(&mut given.ranks, host.nodes.clamp(1, MAX_RANKS), "one per NUMA node");
-            return Ok(Devices { device, ranks, gpus: Vec::new() });
+            let (default, why) = if is_mixed {
+                (1, "one source")
+            } else {
+                (host.nodes.clamp(1, MAX_RANKS), "one per NUMA node")
+            };
+            let ranks = derive(&mut given.ranks, default.into(), why);
+            return Ok((device, ranks.first, Vec::new()));
         }
         if found.count == 0 {
             return Err(value(
@@ -115,13 +156,38 @@ impl Devices {
         }
         let gpus = match list {
             Some(list) => found.check(list)?,
-            None => found.in_turn(given)?,
+            None => found.in_turn(given, if is_mixed { 1 } else { MAX_RANKS })?,
         };
         let text: Vec<String> = gpus.iter().map(u32::to_string).collect();
         derive(&mut given.gpus, text.join(","), "one per rank");
-        let ranks = derive(&mut given.ranks, gpus.len() as u32, "one per GPU listed");
-        Ok(Devices { device, ranks, gpus })
+        let ranks = derive(&mut given.ranks, (gpus.len() as u32).into(), "one per GPU listed");
+        Ok((device, ranks.first, gpus))
     }
+}
+
+/// Number of CPU ranks beside the source of a mixed group; `None` in other groups.
+fn workers(given: &Given, host: &Host<'_>) -> Result<Option<u32>, PlanError> {
+    let kinds: Option<Kinds> = given.device.0;
+    let second = given.ranks.0.and_then(|ranks: RankNumbers| ranks.second);
+    if kinds.is_some_and(|kinds| kinds.is_mixed) {
+        let workers = second.unwrap_or_else(|| host.nodes.clamp(1, MAX_RANKS - 1));
+        return if workers == 0 {
+            Err(value("ranks", "has no CPU ranks; leave the second device out"))
+        } else {
+            Ok(Some(workers))
+        };
+    }
+    if second.is_some() {
+        let ranks = given.ranks.0.map_or_else(String::new, |ranks| ranks.to_string());
+        return Err(value("ranks", format!("is {ranks}; two numbers need --device cuda,cpu")));
+    }
+    if given.gpu_memory.0.is_some() {
+        return Err(value(
+            "gpu-memory",
+            "is given, but only a group with --device cuda,cpu divides experts by it",
+        ));
+    }
+    Ok(None)
 }
 
 /// The GPUs that were found.
@@ -161,13 +227,13 @@ impl Found {
     }
 
     /// The first supported GPUs, one for each rank.
-    fn in_turn(&self, given: &mut Given) -> Result<Vec<u32>, PlanError> {
+    fn in_turn(&self, given: &mut Given, most: u32) -> Result<Vec<u32>, PlanError> {
         let supported = self.supported();
         let count = supported.len() as u32;
         if let Some(refusal) = self.unsupported().filter(|_| count == 0) {
             return Err(value("device", format!("is cuda, but {refusal}")));
         }
-        let ranks = derive(&mut given.ranks, count.min(MAX_RANKS), "one per GPU");
+        let ranks = derive(&mut given.ranks, count.min(most).into(), "one per GPU").first;
         if ranks > count {
             let others = self.unsupported().map_or_else(String::new, |refusal| format!(" ({refusal})"));
             return Err(value(

@@ -16,11 +16,13 @@ use expertd_types::{Fp8Compute, Fp8Products};
 /// The processors and devices of a service.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
-    /// Device of the ranks.
+    /// Device of the source ranks.
     pub(super) device: DeviceKind,
     /// Number of ranks.
     pub(super) ranks: u32,
-    /// `[ranks]`: each rank's GPU; empty on CPUs.
+    /// Number of source ranks; the further ranks of a mixed group run on CPUs.
+    pub(super) sources: u32,
+    /// `[sources]`: each rank's GPU; empty on CPUs.
     pub(super) gpus: Vec<u32>,
     /// The experts whose products are computed in FP8.
     pub(super) fp8_products: Fp8Products,
@@ -36,6 +38,19 @@ pub(super) struct Machine {
 
 /// Cores beside those of CPU ranks from which the router's threads may spin.
 const SPARE_CORES: usize = 4;
+
+impl Machine {
+    /// Whether CPU ranks hold further experts beside one source rank.
+    pub(super) const fn is_mixed(&self) -> bool {
+        self.sources < self.ranks
+    }
+
+    /// `[ranks]`: their devices.
+    pub(super) fn devices(&self) -> Vec<DeviceKind> {
+        let of = |rank| if rank < self.sources { self.device } else { DeviceKind::Cpu };
+        (0..self.ranks).map(of).collect()
+    }
+}
 
 impl Machine {
     /// Chooses what the settings leave open.
@@ -58,7 +73,7 @@ impl Machine {
             );
         }
         let host = Host::here(&inventory::in_child_process, numa_nodes(&cores).len() as u32);
-        let Devices { device, ranks, gpus } = Devices::choose(given, &host)?;
+        let Devices { device, ranks, sources, gpus } = Devices::choose(given, &host)?;
         let ranks = within("ranks", ranks, 1, MAX_RANKS)?;
         let fp8_compute = match device {
             DeviceKind::Cpu => derive(&mut given.fp8_compute, Fp8Compute::Bf16, "CPU ranks keep rows in f32"),
@@ -72,22 +87,34 @@ impl Machine {
             of_fp8: fp8_compute == Fp8Compute::Fp8,
             of_mxfp4: mxfp4_compute == Fp8Compute::Fp8,
         };
-        let nodes = match device {
-            DeviceKind::Cpu => vec![None; ranks as usize],
+        let mut nodes = match device {
+            DeviceKind::Cpu => vec![None; sources as usize],
             DeviceKind::Cuda => gpu::numa_nodes(&gpus),
         };
+        let workers = ranks - sources;
         let shares = match device {
             DeviceKind::Cpu => share_cores(&cores, ranks as usize),
+            DeviceKind::Cuda if workers > 0 => share_cores_mixed(&cores, workers as usize),
             DeviceKind::Cuda => share_cores_near(&cores, &nodes),
         };
+        nodes.resize(ranks as usize, None);
         // GPU ranks leave most of their cores idle; CPU ranks use all of theirs, and the rest is for other threads.
         let spare_cores = match device {
             DeviceKind::Cuda => usable_cores > 2 * ranks as usize,
             DeviceKind::Cpu => available_cores().len() >= cores.len() + SPARE_CORES,
         };
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
-        Ok(Machine { device, ranks, gpus, fp8_products, usable_cores, shares, nodes, spin })
+        Ok(Machine { device, ranks, sources, gpus, fp8_products, usable_cores, shares, nodes, spin })
     }
+}
+
+/// Cores of the GPU rank of a mixed group and of each CPU rank. The first cores are for the GPU rank and the router, which poll while a
+/// step runs.
+fn share_cores_mixed(cores: &[usize], workers: usize) -> Vec<Vec<usize>> {
+    let polling = if cores.len() >= 2 * (workers + 1) { 2 } else { 1 };
+    let (first, others) = cores.split_at(polling.min(cores.len()));
+    let others = if others.is_empty() { cores } else { others };
+    [vec![first.to_vec()], share_cores(others, workers)].concat()
 }
 
 /// Parses a list of cores, each of which must be available to this process.

@@ -6,6 +6,7 @@ mod model;
 mod network;
 mod sessions;
 mod sizes;
+mod split;
 mod values;
 
 use std::path::{Path, PathBuf};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 pub(crate) use self::devices::gpus;
 pub use self::sessions::SessionPlan;
 pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
+pub(crate) use self::split::by_memory;
 
 use self::machine::Machine;
 use self::model::model_info;
@@ -33,6 +35,7 @@ use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec};
 use expertd_rank_cuda as gpu;
 use expertd_sessions::NetworkConfig;
 use expertd_shm::SharedRegion;
+use expertd_tier::{TierLayout, TierShape};
 use expertd_types::{Coverage, ExpertPlacement};
 
 /// Largest number of router threads that copy rows of large steps for GPUs. Each moves about 10 GB/s.
@@ -88,7 +91,7 @@ pub struct ServePlan {
     pub access: AccessConfig,
     /// Limits on connections, before the limit on descriptors is applied.
     pub connections: ConnectionLimits,
-    /// Bytes of one rank's window.
+    /// Bytes of one rank's window, or of the wire of a mixed group.
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
@@ -128,7 +131,7 @@ impl ServePlan {
             let address = default_admin_address().map_err(|problem| value("admin-listen", problem))?;
             derive(&mut given.admin_listen, address, "a socket of this user");
         }
-        let sessions = SessionPlan::new(&mut given, machine.ranks)?;
+        let sessions = SessionPlan::new(&mut given, machine.sources)?;
         let access = access(&given);
         let network = network::config(&given, access.insecure)?;
         let connections = connections(&mut given, &sizes.limits)?;
@@ -139,6 +142,9 @@ impl ServePlan {
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
         let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
         let placement = placement(&given, &spec, &machine)?;
+        if let (true, Some(placement)) = (machine.is_mixed(), &placement) {
+            split::check(placement, &spec).map_err(|problem| value("placement", problem))?;
+        }
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
         let checkpoint =
             CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint, placement };
@@ -169,12 +175,12 @@ impl ServePlan {
     /// # Errors
     /// If there is too little memory, also after a wait of five seconds.
     pub fn check_memory(&self) -> Result<(), PlanError> {
-        let ClusterConfig { device, shape, checkpoint, .. } = &self.cluster;
-        if *device != DeviceKind::Cpu || self.skip_memory_check {
+        let ClusterConfig { devices, checkpoint, .. } = &self.cluster;
+        if self.skip_memory_check || !devices.contains(&DeviceKind::Cpu) {
             return Ok(());
         }
         let placement = checkpoint.placement.as_ref();
-        let lack = || super::reload::lack_of_memory(&self.spec, shape.ranks, placement);
+        let lack = || super::reload::lack_of_memory(&self.spec, devices, placement);
         let end = Instant::now() + MEMORY_WAIT;
         let (available, needed) = loop {
             match lack() {
@@ -185,6 +191,12 @@ impl ServePlan {
         };
         let found = format!("{needed} MiB, and {available} MiB of memory are available");
         Err(match placement {
+            Some(_) if self.cluster.shape.is_mixed() => value(
+                "model",
+                format!(
+                    "the weights of the CPU ranks need {found}; give the GPU more of them, or use a machine with more memory"
+                ),
+            ),
             Some(_) => value(
                 "placement",
                 format!("the weights need {found}, copies of experts included; use fewer spare experts"),
@@ -241,14 +253,16 @@ fn cluster(
     description: serde_json::Value,
     max_weight_bytes: Option<u64>,
 ) -> ClusterConfig {
+    let devices = machine.devices();
     let Machine { device, gpus, fp8_products, usable_cores, shares, spin, .. } = machine;
     ClusterConfig {
-        shape,
         windows: match device {
+            _ if shape.is_mixed() => Some(tier_wire),
             DeviceKind::Cpu => Some(cpu_windows),
             DeviceKind::Cuda => None,
         },
-        device,
+        shape,
+        devices,
         description,
         checkpoint,
         max_weight_bytes,
@@ -295,13 +309,21 @@ fn scheduler(
     })
 }
 
-/// Reads the placement, if there is one.
+/// Reads the placement, if there is one, or divides the experts of a mixed group.
 fn placement(
     given: &Given,
     spec: &ModelSpec,
     machine: &Machine,
 ) -> Result<Option<ExpertPlacement>, PlanError> {
-    let Some(path) = &given.placement.0 else { return Ok(None) };
+    let Some(path) = &given.placement.0 else {
+        return if machine.is_mixed() { split::choose(given, spec, machine).map(Some) } else { Ok(None) };
+    };
+    if given.gpu_memory.0.is_some() {
+        return Err(value(
+            "gpu-memory",
+            "is given beside a placement, which says already what the GPU holds",
+        ));
+    }
     let placement = read_placement(path, spec, machine.ranks as usize);
     placement.map(Some).map_err(|problem| value("placement", problem))
 }
@@ -347,6 +369,12 @@ fn connections(given: &mut Given, limits: &Limits) -> Result<ConnectionLimits, P
     );
     let per_client = within("max-connections-per-client", per_client, 1, limits.max_connections)? as usize;
     Ok(ConnectionLimits { per_client, per_address: per_client, ..connections })
+}
+
+/// Makes the wire of a mixed group.
+fn tier_wire(setup: &RankSetup) -> Result<Arc<SharedRegion>, String> {
+    let layout = TierLayout::new(TierShape::of(&setup.shape));
+    layout.and_then(|layout| layout.create(setup.generation)).map_err(|error| error.to_string())
 }
 
 /// Makes the windows of CPU ranks.

@@ -17,7 +17,8 @@ pub(super) fn model_info(
     machine: &Machine,
     placement: Option<&ExpertPlacement>,
 ) -> ModelInfo {
-    let Machine { device, gpus, shares, nodes, .. } = machine;
+    let Machine { gpus, shares, nodes, .. } = machine;
+    let devices = machine.devices();
     let layers: BTreeMap<_, _> = spec
         .moe_layers()
         .map(|(layer, moe)| {
@@ -44,7 +45,7 @@ pub(super) fn model_info(
         .zip(shares.iter().zip(nodes))
         .map(|(rank, (cores, near))| RankPlacement {
             rank: Rank(rank),
-            device: match *device {
+            device: match devices[rank as usize] {
                 DeviceKind::Cpu => format!("cpu, cores {}", list(cores)),
                 DeviceKind::Cuda => {
                     let near = near.map_or_else(String::new, |node| format!(" (NUMA node {node})"));

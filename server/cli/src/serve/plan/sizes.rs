@@ -33,7 +33,7 @@ pub(super) struct Sizes {
     pub(super) limits: Limits,
     /// Largest number of waiting rows.
     pub(super) queued: usize,
-    /// Bytes of one rank's window.
+    /// Bytes of one rank's window, or of the wire of a mixed group.
     pub(super) window_bytes: usize,
     /// Bytes of the channels of all ranks.
     pub(super) channel_bytes: usize,
@@ -45,7 +45,7 @@ impl Sizes {
     /// # Errors
     /// The first setting that is out of bounds or contradicts another one.
     pub(super) fn choose(given: &mut Given, spec: &ModelSpec, machine: &Machine) -> Result<Self, PlanError> {
-        let &Machine { device, ranks, .. } = machine;
+        let &Machine { device, ranks, sources, .. } = machine;
         let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
         let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
         let per_request =
@@ -53,11 +53,12 @@ impl Sizes {
         let per_request = within("max-tokens-per-request", per_request, 1, 1 << 22)?;
         let queued = derive(&mut given.max_queued_tokens, 16 * per_step, "16 times max-tokens-per-step");
         let slots = within("slots", given.slots.0.unwrap_or(2), 2, 8)?;
-        let per_rank = per_step.div_ceil(ranks as usize);
+        let per_rank = per_step.div_ceil(sources as usize);
 
         let max_top_k = spec.max_top_k();
         let shape = GroupShape {
             ranks,
+            sources,
             slots,
             max_tokens_per_rank: per_rank,
             max_segments: per_rank,
@@ -97,14 +98,17 @@ impl Sizes {
             max_connections: within("max-connections", given.max_connections.0.unwrap_or(0), 1, 1 << 20)?,
             max_bytes_in_flight: in_flight,
         };
+        if device == DeviceKind::Cuda {
+            gpu::check(spec, &shape).map_err(PlanError::Sizes)?;
+        }
         let window_bytes = match device {
+            _ if shape.is_mixed() => expertd_tier::TierLayout::new(expertd_tier::TierShape::of(&shape))
+                .map_err(|error| PlanError::Sizes(error.to_string()))?
+                .bytes(),
             DeviceKind::Cpu => {
                 expertd_rank_cpu::window_bytes(&shape).map_err(|e| PlanError::Sizes(e.to_string()))?
             }
-            DeviceKind::Cuda => {
-                gpu::check(spec, &shape).map_err(PlanError::Sizes)?;
-                gpu::window_bytes(&shape, spec.max_experts())
-            }
+            DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
         let channel_bytes = shape.channel_bytes().map_err(|e| PlanError::Sizes(e.to_string()))?;
         let queued = within("max-queued-tokens", queued, 1, usize::MAX)?;

@@ -20,7 +20,9 @@ pub(super) struct InFlight {
     tokens: usize,
     /// Whether rank 0 raises completion words at its end.
     raises: bool,
-    /// `[ranks]`.
+    /// Number of ranks that run it: the first ones.
+    ranks: usize,
+    /// `[ranks of the group]`; empty records for those that do not run it.
     pub(super) completions: Vec<Option<Completion>>,
 }
 
@@ -50,12 +52,8 @@ impl StepDone {
 impl Group {
     /// The newest step in flight whose experts phase has ended on every rank.
     pub(crate) fn experts_ended(&self) -> Option<StepId> {
-        let last = self.in_flight.back()?;
-        let done = self.channel.experts_done();
-        if last.sequence <= done {
-            return Some(last.step);
-        }
-        self.in_flight.iter().rev().find(|step| step.sequence <= done).map(|step| step.step)
+        let has_ended = |step: &&InFlight| step.sequence <= self.channel.experts_done(step.ranks);
+        self.in_flight.iter().rev().find(has_ended).map(|step| step.step)
     }
 
     /// Sets whether ranks ring the bell at the end of an experts phase. Set it while requests wait that could form a step then.
@@ -68,7 +66,7 @@ impl Group {
         self.channel.begin(slot, top_k)
     }
 
-    /// Sends the staged step to all ranks. `raises` says whether rank 0 raises completion words at its end.
+    /// Sends the staged step to the ranks that run it. `raises` says whether rank 0 raises completion words at its end.
     ///
     /// # Errors
     /// If a rank's ring has no room for it.
@@ -93,7 +91,8 @@ impl Group {
             top_k: top_k as u32,
             ..StepDescriptor::zeroed()
         };
-        self.channel.launch(&common).map_err(channel_fault)?;
+        let ranks = self.config.ranks_of(layer, self.placement.as_ref());
+        self.channel.launch(&common, ranks).map_err(channel_fault)?;
         if self.in_flight.is_empty() {
             self.front_time = ObservedTime::start(Instant::now());
         }
@@ -103,7 +102,10 @@ impl Group {
             slot,
             tokens,
             raises,
-            completions: vec![None; self.members.len()],
+            ranks,
+            completions: (0..self.members.len())
+                .map(|rank| (rank >= ranks).then(Completion::zeroed))
+                .collect(),
         });
         Ok(())
     }

@@ -124,7 +124,10 @@ impl Processes {
     pub(super) fn record_steps(&mut self) {
         for Unrecorded { done, elapsed, tokens_per_rank } in self.unrecorded.drain(..) {
             self.metrics.step(done.tokens, elapsed);
-            for (rank, (completion, tokens)) in done.completions.iter().zip(&tokens_per_rank).enumerate() {
+            let ranks = done.completions.iter().zip(&tokens_per_rank).enumerate();
+            // Ranks that did not run the step have an empty record; so does a rank that was killed before it reported.
+            for (rank, (completion, tokens)) in ranks.filter(|(_, (completion, _))| completion.sequence != 0)
+            {
                 let phases = completion.phase_ns.map(Duration::from_nanos);
                 self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
             }

@@ -53,7 +53,7 @@ impl Processes {
         let gone = |rank| RankStatus {
             rank: Rank(rank),
             pid: 0,
-            device: self.cluster.device.to_string(),
+            device: self.cluster.devices[rank as usize].to_string(),
             state: RankState::Gone,
             weight_bytes_loaded: 0,
             weight_bytes_total: 0,

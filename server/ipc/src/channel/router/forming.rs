@@ -108,7 +108,8 @@ impl<'c, 'a> FormingStep<'c, 'a> {
                 Err(ChannelError::Capacity { rank, what, needed, capacity })
             }
         };
-        fits("rows", cursor.rows + rows.tokens, shape.max_tokens_per_rank)?;
+        let most_rows = if rank.0 < shape.sources { shape.max_tokens_per_rank } else { 0 };
+        fits("rows", cursor.rows + rows.tokens, most_rows)?;
         fits("segments", cursor.segments + 1, shape.max_segments)?;
         fits("experts per token", top_k, shape.max_top_k)?;
         // Where the rows are, and how many bytes of staging they take.

@@ -8,13 +8,14 @@ use expertd_kernels::launch;
 use expertd_kernels::layout::Shape;
 use expertd_kernels::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, SharedParams, SlotState,
-    fp8_row_bytes,
+    TierParams, fp8_row_bytes,
 };
 
 use super::{Buffers, SlotSet, StagedAddresses};
 use crate::engine::counts::DeviceCounts;
 use crate::engine::fault::CudaFault;
-use crate::engine::layers::{Layer, Layers, gate_params};
+use crate::engine::graphs::Half;
+use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::{DeviceFormat, activation_code};
 use crate::few_rows::ExpertsLoad;
@@ -23,8 +24,29 @@ use expertd_model::Activation;
 /// Blocks of the kernel that lists the rows of shared experts.
 const LIST_BLOCKS: u32 = 32;
 
-/// The launches of one step.
+/// Where a slot's rows and choices go to CPU ranks, and where their sums come from; all but the first two in mapped memory.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::engine) struct TierPlaces {
+    /// i32 `[T, k]`, and f32 `[T, k]`: the choices that kernels of this rank see.
+    pub(in crate::engine) local_ids: u64,
+    pub(in crate::engine) local_weights: u64,
+    pub(in crate::engine) sent_ids: u64,
+    pub(in crate::engine) sent_weights: u64,
+    pub(in crate::engine) sent_rows: u64,
+    pub(in crate::engine) sent: u64,
+    pub(in crate::engine) failed: u64,
+    /// Generation in the place that it has in words.
+    pub(in crate::engine) generation: u64,
+    pub(in crate::engine) sums: u64,
+    pub(in crate::engine) sums_stride: u64,
+    pub(in crate::engine) sums_count: u32,
+}
+
+/// The launches of one step, or of half of it.
 pub(in crate::engine) struct StepLaunches<'a> {
+    pub(in crate::engine) half: Half,
+    /// `None`: the step needs no CPU ranks.
+    pub(in crate::engine) tier: Option<TierPlaces>,
     pub(in crate::engine) layer: &'a Layer,
     pub(in crate::engine) slot: &'a SlotSet,
     pub(in crate::engine) counts: &'a DeviceCounts,
@@ -56,8 +78,9 @@ pub(in crate::engine) struct StepLaunches<'a> {
 }
 
 impl StepLaunches<'_> {
-    /// Enqueues the whole step: copy_in, the meeting of ranks, the wait for rows that copy engines carry, gate, dispatch, routed
-    /// experts, shared experts, combine in one launch or in parts, copy_out. Those that the step does not need are left out.
+    /// Enqueues the whole step: copy_in, the meeting of ranks, the wait for rows that copy engines carry, gate, tier, dispatch, routed
+    /// experts, shared experts, combine in one launch or in parts, copy_out. Those that the step does not need are left out. Combine begins
+    /// the second half.
     ///
     /// # Safety
     /// All addresses are live until the stream has run what is enqueued, and the device's context is current.
@@ -69,6 +92,26 @@ impl StepLaunches<'_> {
         on: &Stream,
     ) -> Result<(), CudaFault> {
         let step = Phases { step: self, layers, buffers, shape, on };
+        if self.half != Half::Second {
+            // SAFETY: the caller keeps all addresses live, for this and every launch below.
+            unsafe { self.enqueue_first(&step)? };
+        }
+        if self.half == Half::First {
+            return Ok(());
+        }
+        // SAFETY: as above.
+        unsafe {
+            step.combine()?;
+            step.copy_out()
+        }
+    }
+
+    /// The launches up to the experts.
+    ///
+    /// # Safety
+    /// As [`enqueue`](Self::enqueue).
+    unsafe fn enqueue_first(&self, step: &Phases<'_>) -> Result<(), CudaFault> {
+        let Phases { layers, on, .. } = step;
         // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { step.copy_in()? };
         if self.aligned {
@@ -82,6 +125,10 @@ impl StepLaunches<'_> {
             // SAFETY: as above.
             unsafe { step.gate()? };
         }
+        if let Some(tier) = &self.tier {
+            // SAFETY: as above.
+            unsafe { step.tier(tier)? };
+        }
         // SAFETY: as above.
         unsafe { step.dispatch()? };
         // A rank alone has all experts: its combine must not follow dispatch directly.
@@ -90,12 +137,7 @@ impl StepLaunches<'_> {
             unsafe { step.routed_experts()? };
         }
         // SAFETY: as above.
-        let shared_out = unsafe { step.shared_experts()? };
-        // SAFETY: as above.
-        unsafe {
-            step.combine(shared_out)?;
-            step.copy_out()
-        }
+        unsafe { step.shared_experts() }
     }
 }
 
@@ -160,12 +202,46 @@ impl Phases<'_> {
         Ok(())
     }
 
+    unsafe fn tier(&self, tier: &TierPlaces) -> Result<(), CudaFault> {
+        let Phases { step, layers, shape, .. } = self;
+        let k = &step.slot.kernels;
+        let params = TierParams {
+            state: k.state.address(),
+            tokens: k.tokens.address(),
+            topk_ids: k.topk_ids.address(),
+            topk_weights: k.topk_weights.address(),
+            resident: layers.resident(),
+            local_ids: tier.local_ids,
+            local_weights: tier.local_weights,
+            sent_ids: tier.sent_ids,
+            sent_weights: tier.sent_weights,
+            sent_rows: tier.sent_rows,
+            sent: tier.sent,
+            failed: tier.failed,
+            generation: tier.generation,
+            hidden: shape.hidden,
+            top_k: step.group.top_k,
+            max_tokens: shape.max_tokens,
+            reserved: 0,
+        };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { launch::tier(&[params], step.copy_blocks, self.on.raw())? };
+        Ok(())
+    }
+
     unsafe fn dispatch(&self) -> Result<(), CudaFault> {
         let step = self.step;
+        let of_gate = step.slot.kernels.dispatch(step.group);
+        let (topk_ids, topk_weights) = match &step.tier {
+            Some(tier) => (tier.local_ids, tier.local_weights),
+            None => (of_gate.topk_ids, of_gate.topk_weights),
+        };
         let dispatch = DispatchParams {
             fp8_rows: u32::from(self.quantises_rows()),
             power_of_two_scales: u32::from(step.layer.spec.experts.power_of_two_scales),
-            ..step.slot.kernels.dispatch(step.group)
+            topk_ids,
+            topk_weights,
+            ..of_gate
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe { launch::dispatch(&[dispatch], step.dispatch_blocks, self.on.raw())? };
@@ -199,10 +275,14 @@ impl Phases<'_> {
         Ok(())
     }
 
-    /// Returns the address of the output, or 0 if no shared experts run.
-    unsafe fn shared_experts(&self) -> Result<u64, CudaFault> {
+    /// The shared experts, if they run.
+    fn shared(&self) -> Option<&SharedExperts> {
+        self.step.layer.shared.as_ref().filter(|_| self.step.shared)
+    }
+
+    unsafe fn shared_experts(&self) -> Result<(), CudaFault> {
         let Phases { step, layers, shape, .. } = self;
-        let Some(shared) = step.layer.shared.as_ref().filter(|_| step.shared) else { return Ok(0) };
+        let Some(shared) = self.shared() else { return Ok(()) };
         let (slot, stream) = (step.slot, self.on.raw());
         let shared_out = slot.shared_out.address();
         let list = SharedParams {
@@ -252,14 +332,26 @@ impl Phases<'_> {
             launch::shared(&[list], LIST_BLOCKS, stream)?;
             experts::experts(&all, stream)?;
         }
-        Ok(shared_out)
+        Ok(())
     }
 
-    unsafe fn combine(&self, shared_out: u64) -> Result<(), CudaFault> {
+    unsafe fn combine(&self) -> Result<(), CudaFault> {
         let step = self.step;
+        let shared_out = self.shared().map_or(0, |_| step.slot.shared_out.address());
         let (places, experts_done) = (step.slot.places.address(), step.slot.experts_done.address());
         let combine =
             CombineParams { places, experts_done, ..step.slot.kernels.combine(step.group, shared_out) };
+        let combine = match &step.tier {
+            Some(tier) => CombineParams {
+                topk_ids: tier.local_ids,
+                topk_weights: tier.local_weights,
+                sums: tier.sums,
+                sums_stride: tier.sums_stride,
+                sums_count: tier.sums_count,
+                ..combine
+            },
+            None => combine,
+        };
         let ends = step.parts.map_or(&[][..], |parts| &parts.ends[..parts.ends.len() - 1]);
         let firsts = std::iter::once(0).chain(ends.iter().copied());
         for (part, first_row) in firsts.enumerate() {

@@ -38,7 +38,12 @@ fn listed(gpus: &str, share: bool) -> ServeArgs {
 }
 
 fn on_gpus(gpus: &[u32]) -> Result<Devices, String> {
-    Ok(Devices { device: DeviceKind::Cuda, ranks: gpus.len() as u32, gpus: gpus.to_vec() })
+    Ok(Devices {
+        device: DeviceKind::Cuda,
+        ranks: gpus.len() as u32,
+        sources: gpus.len() as u32,
+        gpus: gpus.to_vec(),
+    })
 }
 
 #[test]
@@ -46,9 +51,9 @@ fn a_list_gives_each_rank_its_gpu() {
     let four = inventory(&[HOPPER; 4], Ok((2, 28, 9)));
     let (chosen, given) = choose(listed("2, 0", false), &four);
     assert_eq!(chosen, on_gpus(&[2, 0]));
-    assert_eq!(given.ranks, (Some(2), Source::Default("one per GPU listed".into())));
-    assert_eq!(given.device.0, Some(DeviceKind::Cuda));
-    let same = ServeArgs { ranks: Some(2), ..listed("3,1", true) };
+    assert_eq!(given.ranks, (Some(2.into()), Source::Default("one per GPU listed".into())));
+    assert_eq!(given.device.0, Some(DeviceKind::Cuda.into()));
+    let same = ServeArgs { ranks: Some(2.into()), ..listed("3,1", true) };
     assert_eq!(choose(same, &four).0, on_gpus(&[3, 1]), "permission that is not used changes nothing");
 }
 
@@ -71,10 +76,10 @@ fn contradictions_and_unknown_gpus_are_named() {
     let refused = |serve: ServeArgs| choose(serve, &two).0.unwrap_err();
     for (serve, part) in [
         (
-            ServeArgs { ranks: Some(4), ..listed("0,0", true) },
+            ServeArgs { ranks: Some(4.into()), ..listed("0,0", true) },
             "has 2 entries, one for each rank, but ranks is 4",
         ),
-        (ServeArgs { device: Some(DeviceKind::Cpu), ..listed("0", false) }, "device is cpu"),
+        (ServeArgs { device: Some(DeviceKind::Cpu.into()), ..listed("0", false) }, "device is cpu"),
         (listed("2", false), "names GPU 2, but this process sees 2 GPUs"),
         (listed("0,0,0,0,0,0,0,0,0", true), "has 9 entries"),
         (listed("1", false), "compute capability 8.0, needed: compute capability 9.0 (Hopper)"),
@@ -95,10 +100,10 @@ fn contradictions_and_unknown_gpus_are_named() {
 fn without_a_list_ranks_take_the_supported_gpus_in_turn() {
     let found = inventory(&[AMPERE, HOPPER, HOPPER], Err("none"));
     assert_eq!(choose(ServeArgs::default(), &found).0, on_gpus(&[1, 2]));
-    let one = ServeArgs { ranks: Some(1), ..ServeArgs::default() };
+    let one = ServeArgs { ranks: Some(1.into()), ..ServeArgs::default() };
     let (chosen, given) = choose(one, &found);
     assert_eq!((chosen, given.gpus.0.as_deref()), (on_gpus(&[1]), Some("1")));
-    let three = ServeArgs { ranks: Some(3), ..ServeArgs::default() };
+    let three = ServeArgs { ranks: Some(3.into()), ..ServeArgs::default() };
     let refused = choose(three, &found).0.unwrap_err();
     assert!(refused.contains("is 3, but only 2 GPUs") && refused.contains("8.0"), "{refused}");
 }
@@ -107,11 +112,11 @@ fn without_a_list_ranks_take_the_supported_gpus_in_turn() {
 fn unsupported_gpus_leave_the_cpu_unless_gpus_were_asked_for() {
     let found = inventory(&[AMPERE], Err("none"));
     let (chosen, given) = choose(ServeArgs::default(), &found);
-    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 2, gpus: Vec::new() }));
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 2, sources: 2, gpus: Vec::new() }));
     let Source::Default(why) = &given.device.1 else { panic!("{:?}", given.device) };
     assert!(why.contains("GPU 0 (A card) has compute capability 8.0"), "{why}");
     assert_eq!(given.gpus.0, None);
-    let cuda = ServeArgs { device: Some(DeviceKind::Cuda), ..ServeArgs::default() };
+    let cuda = ServeArgs { device: Some(DeviceKind::Cuda.into()), ..ServeArgs::default() };
     let refused = choose(cuda, &found).0.unwrap_err();
     assert!(refused.starts_with("device: ") && refused.contains("use --device cpu"), "{refused}");
 }
@@ -122,6 +127,7 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
     let machine = Machine {
         device: DeviceKind::Cuda,
         ranks: ranks as u32,
+        sources: ranks as u32,
         gpus: gpus.to_vec(),
         fp8_products: Fp8Products::default(),
         usable_cores: ranks,
@@ -131,6 +137,7 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
     };
     let shape = GroupShape {
         ranks: machine.ranks,
+        sources: machine.ranks,
         slots: 2,
         max_tokens_per_rank: 1,
         max_segments: 1,
@@ -175,8 +182,38 @@ fn a_driver_that_does_not_answer_leaves_the_decision_to_the_ranks() {
 #[test]
 fn cpu_ranks_ask_no_driver() {
     let host = Host { has_gpu_ranks: true, gpus: 2, inventory: &|| unreachable!(), nodes: 3 };
-    let cpu = ServeArgs { device: Some(DeviceKind::Cpu), ..ServeArgs::default() };
+    let cpu = ServeArgs { device: Some(DeviceKind::Cpu.into()), ..ServeArgs::default() };
     let mut given = Given::merge(&cpu, None).unwrap();
     let chosen = Devices::choose(&mut given, &host).map_err(|error| error.to_string());
-    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 3, gpus: Vec::new() }));
+    assert_eq!(chosen, Ok(Devices { device: DeviceKind::Cpu, ranks: 3, sources: 3, gpus: Vec::new() }));
+}
+
+#[test]
+fn a_mixed_group_has_one_source_and_cpu_ranks() {
+    let two = inventory(&[HOPPER; 2], Ok((2, 28, 9)));
+    let mixed = |device: &str, ranks: Option<&str>| {
+        let (device, ranks) = (device.parse().unwrap(), ranks.map(|ranks| ranks.parse().unwrap()));
+        choose(ServeArgs { device: Some(device), ranks, ..ServeArgs::default() }, &two)
+    };
+    let of = |device, workers: u32, gpus: &[u32]| {
+        Ok(Devices { device, ranks: 1 + workers, sources: 1, gpus: gpus.to_vec() })
+    };
+    assert_eq!(mixed("cuda,cpu", Some("1,3")).0, of(DeviceKind::Cuda, 3, &[0]));
+    assert_eq!(mixed("cpu,cpu", Some("1,2")).0, of(DeviceKind::Cpu, 2, &[]));
+    let (chosen, given) = mixed("cuda,cpu", None);
+    assert_eq!(
+        (chosen, given.ranks.0.unwrap().to_string()),
+        (of(DeviceKind::Cuda, 2, &[0]), "1,2".to_owned())
+    );
+    let cpu = ServeArgs { gpu_memory: Some("1GiB".parse().unwrap()), ..ServeArgs::default() };
+    for (refused, part) in [
+        (mixed("cuda,cpu", Some("2,2")).0, "has one cuda rank"),
+        (mixed("cuda,cpu", Some("1,8")).0, "at most 8 ranks"),
+        (mixed("cuda,cpu", Some("1,0")).0, "has no CPU ranks"),
+        (mixed("cuda", Some("1,2")).0, "need --device cuda,cpu"),
+        (choose(cpu, &two).0, "gpu-memory: "),
+    ] {
+        let refused = refused.unwrap_err();
+        assert!(refused.contains(part), "{part:?} is not in {refused}");
+    }
 }

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Humming peer: its grouped products on one GPU with INT4 weights and bf16 rows, as vLLM runs them: rows found by lists, gate and up,
+activation, down, sum. Lists, activation and sum are Triton.
+
+Needs humming-kernels in the folder that PEER_SITE names; it compiles kernels when it runs.
+
+humming_layer.py [--shape S] [--tokens T ...]
+"""
+
+import os
+import sys
+
+if "PEER_SITE" in os.environ:
+    sys.path.insert(0, os.environ["PEER_SITE"])
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+import grouped  # noqa: E402
+import layer as common  # noqa: E402
+
+
+@triton.jit
+def padded_kernel(counts, padded, local, EXPERTS: tl.constexpr, M: tl.constexpr):
+    """The number of rows of all experts, each in whole tiles of M rows."""
+    expert = tl.arange(0, EXPERTS)
+    tiles = (tl.load(counts + expert, mask=expert < local, other=0) + M - 1) // M
+    tl.store(padded, tl.sum(tiles, 0) * M)
+
+
+@triton.jit
+def activate_kernel(both, h, inter, BLOCK: tl.constexpr):
+    """h = silu(gate) * up of bf16 `both` [R, 2I]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inter
+    gate = tl.load(both + row * 2 * inter + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * inter + inter + column, mask=inside, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(h + row * inter + column, value.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def sum_kernel(y, weights, out, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = sum of the row's choices in y, times their weights."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    sum = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(K):
+        value = tl.load(y + (row * K + choice) * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        sum += tl.load(weights + row * K + choice) * value
+    tl.store(out + row * hidden + column, sum.to(tl.bfloat16), mask=inside)
+
+
+class Lists:
+    """Rows by expert, in whole tiles of M rows: choices, each tile's expert, the number of rows with padding."""
+
+    def __init__(self, device, experts, entries, m):
+        self.experts, self.entries, self.m = experts, entries, m
+        self.tiles = triton.cdiv(entries, m) + min(experts, entries)
+        integers = lambda count: torch.zeros(count, device=device, dtype=torch.int32)
+        self.counts, self.starts, self.place = integers(experts), integers(experts), integers(entries)
+        self.tile_expert, self.listed, self.padded = integers(self.tiles), integers(self.tiles * m), integers(1)
+
+    def __call__(self, ids):
+        experts, blocks = self.experts, (triton.cdiv(self.entries, 256),)
+        wide = triton.next_power_of_2(experts)
+        self.counts.zero_()
+        self.listed.fill_(self.entries)
+        grouped.count_kernel[blocks](ids, self.counts, self.place, 0, experts, self.entries, BLOCK=256)
+        grouped.tiles_kernel[(triton.cdiv(self.tiles, 64),)](
+            self.counts, self.starts, self.tile_expert, experts, self.tiles, EXPERTS=wide, TILES=64, M=self.m
+        )
+        padded_kernel[(1,)](self.counts, self.padded, experts, EXPERTS=wide, M=self.m)
+        grouped.list_kernel[blocks](ids, self.place, self.starts, self.listed, 0, experts, self.entries, BLOCK=256)
+
+
+def products(weights):
+    """The library's layer of a matrix of every expert, from tensors as checkpoints of compressed-tensors have them."""
+    from humming.layer import HummingLayer
+
+    about = dict(quant_method="compressed-tensors", num_bits=4, strategy="group", symmetric=True)
+    about.update(format="pack-quantized", type="int", group_size=common.INT4_GROUP)
+    experts, rows, columns = weights.codes.shape
+    with torch.inference_mode(False), weights.codes.device:
+        made = HummingLayer(
+            shape_n=rows, shape_k=2 * columns, weight_config=about, num_experts=experts, torch_dtype=torch.bfloat16
+        )
+        made.load_from_tensors({"weight_packed": weights.codes.view(torch.int32), "weight_scale": weights.scales.bfloat16()})
+        made.transform()
+    return made
+
+
+def prepare(world, shape, tokens):
+    from humming.tune import get_heuristics_config
+
+    if world.ranks > 1 or shape.gpt_oss:
+        return None
+    entries, inter, hidden = tokens * shape.top_k, shape.width, shape.hidden
+    # All steps of a graph share scratch memory, as in an engine.
+    scratch = lambda columns: torch.empty(entries, columns, device=world.device, dtype=torch.bfloat16)
+    both, h, y = scratch(2 * inter), scratch(inter), scratch(hidden)
+    lists = {}
+
+    def product(layer, inputs, outputs, ids, top_k):
+        """One grouped product, in the tile sizes that the library chooses for this number of rows."""
+        if not hasattr(layer, "sizes"):
+            layer.sizes = {}
+        if tokens not in layer.sizes:
+            layer.sizes[tokens] = get_heuristics_config(layer.humming_config, shape_m=entries, gemm_type="indexed")
+        sizes = layer.sizes[tokens]
+        m = sizes["block_shape"][0]
+        if m not in lists:
+            lists[m] = Lists(world.device, shape.experts, entries, m)
+        if m not in ids:
+            lists[m](ids["ids"])
+            ids[m] = lists[m]
+        found = ids[m]
+        layer(
+            inputs, outputs=outputs, sorted_ids=found.listed, expert_ids=found.tile_expert, num_tokens_padded=found.padded, top_k=top_k,
+            compute_config={"gemm_type": "indexed"}, tuning_config=sizes,
+        )  # fmt: skip
+
+    def make(layer, rows, out):
+        if not hasattr(layer, "for_humming"):
+            layer.for_humming = products(layer.gate_up), products(layer.down)
+        gate_up, down = layer.for_humming
+
+        def step():
+            weights, ids = layer.route(rows)
+            listed = {"ids": ids}
+            product(gate_up, rows, both, listed, shape.top_k)
+            activate_kernel[(entries, triton.cdiv(inter, 1024))](both, h, inter, BLOCK=1024, num_warps=4)
+            product(down, h, y, listed, 1)
+            sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, weights, out, hidden, K=shape.top_k, BLOCK=1024, num_warps=4)
+
+        return step
+
+    return make
+
+
+if __name__ == "__main__":
+    common.run("humming", __doc__, prepare, formats=("int4",))

@@ -1,0 +1,153 @@
+//! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns beside the other
+//! ranks.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use expertd_compute::experts::cpu::{Workspace, forward};
+use expertd_compute::gate::GateScratch;
+use expertd_ipc::control::RankSetup;
+use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
+use expertd_rank::segments::CheckedSegment;
+use expertd_rank::{ClientMemory, HostMemories, PhaseClock, StepEngine, StepFault, StepReport};
+use expertd_tier::{SourceWire, TierShape, WireError};
+use expertd_types::{MemoryId, Phase, Rank, Sequence, Slot};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use rayon::prelude::*;
+
+use super::grouped::GroupedRows;
+use super::phases::StepRows;
+use super::{Parts, StepBuffers, attach_to, count_rows, workspace};
+use crate::weights::RankLayer;
+
+/// The engine of the source rank.
+pub(super) struct SourceEngine {
+    wire: SourceWire,
+    pool: rayon::ThreadPool,
+    hidden: usize,
+    layers: Vec<Option<RankLayer>>,
+    buffers: StepBuffers,
+    grouped: GroupedRows,
+    workspace: Workspace,
+    gate_scratch: GateScratch,
+    /// `[max_tokens_per_rank]`: factors of the shared experts' output.
+    sigmoids: Vec<f32>,
+    rank: Rank,
+    row_counts: RowCounts,
+    memories: HostMemories,
+    spin: Duration,
+    /// Longest wait for the other ranks.
+    limit: Duration,
+}
+
+impl SourceEngine {
+    /// Joins the group whose wire is `wire`.
+    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: Parts) -> Result<Self, WireError> {
+        let Parts { pool, weights, row_counts } = parts;
+        let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire)?;
+        let (spec, layers, threads) = (weights.spec, weights.layers, pool.current_num_threads());
+        Ok(SourceEngine {
+            wire,
+            hidden: setup.shape.hidden,
+            buffers: StepBuffers::new(&spec, &setup.shape),
+            grouped: GroupedRows::default(),
+            workspace: workspace(&spec, &layers, &setup.shape, threads),
+            gate_scratch: GateScratch::new(spec.hidden, threads),
+            sigmoids: vec![0.0; setup.shape.max_tokens_per_rank],
+            rank: setup.rank,
+            row_counts,
+            memories: HostMemories::default(),
+            spin: setup.spin,
+            limit: setup.step_timeout,
+            pool,
+            layers,
+        })
+    }
+}
+
+impl StepEngine for SourceEngine {
+    fn begin(
+        &mut self,
+        step: &StepDescriptor,
+        staging: RankStaging<'_>,
+        notice: &ExpertsNotice,
+    ) -> Result<Option<StepReport>, StepFault> {
+        let mut clock = PhaseClock::start();
+        let mut staging = staging;
+        let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
+        let (slot, sequence) = (Slot(step.slot), Sequence(step.sequence));
+        let layer = self.layers.get_mut(step.layer as usize).and_then(Option::as_mut);
+        let layer = layer.ok_or(StepFault::Layer(step.layer))?;
+        let rows = &mut self.buffers.rows[..tokens * hidden];
+        let out = &mut self.buffers.out[..tokens * hidden];
+        let shared_elements = if layer.shared.is_some() { tokens * hidden } else { 0 };
+        let shared_out = &mut self.buffers.shared[..shared_elements];
+
+        let (staged_bytes, memories) = (staging.rows.len(), &self.memories);
+        let size = |memory| memories.size(memory);
+        let segments = CheckedSegment::all(staging.segments, tokens, hidden, staged_bytes, size)?;
+        let step_rows = StepRows { segments: &segments, memories, hidden };
+        step_rows.copy_in(staging.rows, rows);
+        clock.end(Phase::CopyIn);
+
+        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
+        clock.end(Phase::Gate);
+
+        if !layer.is_whole {
+            let stride = self.wire.shape().stride();
+            let outgoing = self.wire.outgoing(slot, tokens, k).map_err(StepFault::engine)?;
+            outgoing.ids.copy_from_slice(staging.ids);
+            outgoing.weights.copy_from_slice(staging.weights);
+            let places = bytemuck::cast_slice_mut::<u16, bf16>(outgoing.rows).par_chunks_exact_mut(stride);
+            self.pool.install(|| {
+                let pairs = places.zip(rows.par_chunks_exact(hidden));
+                pairs.for_each(|(place, row)| place[..hidden].convert_from_f32_slice(row));
+            });
+            self.wire.send(slot, sequence);
+        }
+        clock.end(Phase::Dispatch);
+
+        if let Some(shared) = &layer.shared {
+            let sigmoids = &mut self.sigmoids;
+            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.pool);
+        }
+        self.grouped.fill_mixed(layer, self.rank, staging.ids, staging.weights, k);
+        let assignments = self.grouped.assignments();
+        let (workspace, pool) = (&mut self.workspace, Some(&self.pool));
+        forward(layer.kind, &layer.experts, assignments, &[rows], &mut [out], workspace, pool);
+        let expert_rows = assignments.rows.len();
+        notice.experts_ended(step.sequence);
+        clock.end(Phase::Experts);
+        count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
+
+        let out = &mut self.buffers.out[..tokens * hidden];
+        if !layer.is_whole {
+            self.wire.wait(slot, sequence, self.spin, self.limit).map_err(StepFault::engine)?;
+            let stride = self.wire.shape().stride();
+            for worker in 0..self.wire.shape().workers {
+                let sums = self.wire.sums(slot, sequence, worker, tokens).map_err(StepFault::engine)?;
+                let pairs = out.par_chunks_exact_mut(hidden).zip(sums.par_chunks_exact(stride));
+                self.pool.install(|| {
+                    pairs.for_each(|(out, sums)| out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum));
+                });
+            }
+        }
+        if layer.shared.is_some() {
+            step_rows.add_shared(shared_out, out);
+        }
+        clock.end(Phase::Combine);
+
+        step_rows.copy_out(out, staging.rows);
+        clock.end(Phase::CopyOut);
+        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows }))
+    }
+
+    fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {
+        attach_to(&mut self.memories, memory, client)
+    }
+
+    fn detach(&mut self, memory: MemoryId) {
+        self.memories.detach(memory);
+    }
+}

@@ -1,0 +1,262 @@
+//! Mixed groups: one source rank with all rows, and CPU ranks with a part of the experts. Here the source is a CPU rank, which uses the
+//! wire as a GPU rank does; `tiers_gpu` runs the same with a GPU rank.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Parser as _;
+use expertd_cli::verify::{VerifyArgs, verify};
+use expertd_client::Client;
+use expertd_model::{Checkpoint, LayerChoice, MoeLayer};
+use expertd_test_seed::TestRng;
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
+use rand::RngExt as _;
+use rand::seq::SliceRandom as _;
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::balance::counts;
+use crate::reload::reload_of;
+use crate::service::load::{Load, Rows};
+use crate::service::{Service, alive, eventually, families, fixture, golden, send, serve_to_the_end};
+
+const FAMILY: &str = "qwen3_moe";
+/// Rows travel to CPU ranks in bf16.
+pub(crate) const TOLERANCE: f64 = 1e-2;
+const SERVING_RESUMES: Duration = Duration::from_secs(60);
+
+#[derive(clap::Parser)]
+struct Verify {
+    #[command(flatten)]
+    args: VerifyArgs,
+}
+
+/// A random placement of a checkpoint's experts on a source and `workers` CPU ranks: some layers are whole on the source, in others it
+/// has few experts or none, and some experts have a copy on a second rank.
+pub(crate) fn placement(model: &Path, workers: usize, rng: &mut TestRng) -> ExpertPlacement {
+    let checkpoint = Checkpoint::open_layers(model, LayerChoice::All).unwrap();
+    let mut source_has_any = false;
+    let of = |(layer, moe): (LayerId, &MoeLayer)| {
+        let count = moe.experts.count as u32;
+        let mut ranks = vec![Vec::new(); workers + 1];
+        let mut experts: Vec<u32> = (0..count).collect();
+        experts.shuffle(rng);
+        let resident = match rng.random_range(0..4) {
+            0 => count,
+            1 if source_has_any => 0,
+            _ => rng.random_range(1..=count),
+        };
+        source_has_any |= resident > 0;
+        for (at, expert) in (0..).zip(experts) {
+            let owner = if at < resident { 0 } else { rng.random_range(1..=workers) };
+            ranks[owner].push(expert);
+            let second = rng.random_range(0..=workers);
+            if rng.random_bool(0.2) && second != owner {
+                ranks[second].push(expert);
+            }
+        }
+        (layer, LayerPlacement::new(ranks))
+    };
+    let layers: Vec<_> = checkpoint.spec().moe_layers().map(of).collect();
+    ExpertPlacement::new(workers + 1, layers)
+}
+
+pub(crate) fn write(placement: &ExpertPlacement) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("placement.json");
+    std::fs::write(&file, serde_json::to_string(placement).unwrap()).unwrap();
+    (folder, file)
+}
+
+/// Starts a mixed group whose source runs on `device`, with a random placement.
+pub(crate) fn start(device: &str, model: &Path, workers: usize, rng: &mut TestRng, more: &[&str]) -> Service {
+    let (_folder, file) = write(&placement(model, workers, rng));
+    let flags = ["--device", device, "--placement", file.to_str().unwrap()];
+    Service::start_checkpoint(model, workers as u32 + 1, &[&flags, more].concat(), &[])
+}
+
+/// Verifies the recorded answers of a checkpoint, by the service's gate and by recorded routing, all rows at once and in batches.
+pub(crate) async fn verified(
+    service: &Service,
+    model: &Path,
+    dtype: &str,
+    batches: &[&str],
+    tolerance: &str,
+) {
+    let name = model.file_name().unwrap().to_str().unwrap();
+    let golden = model.join("golden.safetensors");
+    for routing in ["gate", "recorded"] {
+        // The blocks of this family do not return their ids.
+        if routing == "recorded" && name.contains("llama4_text") {
+            continue;
+        }
+        // Rounding rows to bf16 routes some rows of this family otherwise.
+        if routing == "gate" && dtype == "bf16" {
+            continue;
+        }
+        for batch in batches {
+            let line = ["verify", "--address", &service.address, "--golden", golden.to_str().unwrap()];
+            let flags = ["--routing", routing, "--batch", batch, "--dtype", dtype, "--tolerance", tolerance];
+            let report =
+                verify(&Verify::try_parse_from([&line[..], &flags[..]].concat()).unwrap().args).await;
+            let report = report.unwrap_or_else(|error| panic!("{name}, {routing}: {error}"));
+            assert!(report.ok(), "{name}, {routing}, batches of {batch}: {report:#?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_answers_of_every_family_with_random_placements() {
+    let mut rng = expertd_test_seed::rng();
+    for (index, family) in families().iter().enumerate() {
+        let model = fixture(family);
+        let service = start("cpu,cpu", &model, index % 3 + 1, &mut rng, &[]);
+        assert_eq!(service.ranks().len(), index % 3 + 2);
+        verified(&service, &model, "f32", &["1000", "5", "1"], "1e-2").await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_answers_of_every_quantised_format_with_random_placements() {
+    let mut rng = expertd_test_seed::rng();
+    for (index, model) in expertd_test_fixtures::all("quantised").into_iter().enumerate() {
+        let service = start("cpu,cpu", &model, index % 3 + 1, &mut rng, &[]);
+        verified(&service, &model, "f32", &["1000", "3"], "1e-2").await;
+    }
+}
+
+/// The layer is whole on the source for half of the rows' experts, and split otherwise.
+#[tokio::test(flavor = "multi_thread")]
+async fn experts_compute_where_they_are_placed() {
+    let mut rng = expertd_test_seed::rng();
+    let model = fixture(FAMILY);
+    let placed = placement(&model, 2, &mut rng);
+    let (_folder, file) = write(&placed);
+    let more = ["--device", "cpu,cpu", "--placement", file.to_str().unwrap()];
+    let service = Service::start(FAMILY, 3, &more);
+    let client = Client::connect(&service.address).await.unwrap();
+    let mut rows = Rows::new(&golden(FAMILY), 3, 40).within(TOLERANCE);
+    for _ in 0..30 {
+        let (request, wanted) = rows.draw();
+        let response = client.forward(request.clone(), None).await.unwrap();
+        rows.check(&response, &wanted, &request);
+    }
+    for (layer, of_layer) in placed.layers() {
+        let counted = counts(&service, layer.0).await;
+        let ranks = 0..counted.len();
+        let owner = |expert| {
+            ranks
+                .clone()
+                .find(|&rank| of_layer.experts_of(expertd_types::Rank(rank as u32)).contains(&expert))
+        };
+        for (rank, counted) in counted.iter().enumerate() {
+            for (expert, rows) in (0..).zip(counted).filter(|(_, rows)| **rows > 0) {
+                assert_eq!(
+                    owner(expert),
+                    Some(rank),
+                    "layer {layer}: {rows} rows of expert {expert} on rank {rank}"
+                );
+            }
+        }
+        assert!(counted.iter().flatten().any(|&rows| rows > 0), "layer {layer}");
+    }
+}
+
+async fn serving_again(service: &Service, since: Instant) {
+    let client = Client::connect(&service.address).await.unwrap();
+    let mut rows = Rows::new(&golden(FAMILY), 77, 8).within(TOLERANCE);
+    loop {
+        let (request, wanted) = rows.draw();
+        if let Ok(response) = client.forward(request.clone(), None).await {
+            rows.check(&response, &wanted, &request);
+            return;
+        }
+        assert!(since.elapsed() < SERVING_RESUMES, "serving did not resume within {SERVING_RESUMES:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Kills each rank in turn under load, then stops each for longer than the liveness timeout: no call fails.
+pub(crate) async fn faults_are_unseen(service: &Service) {
+    let ranks = service.ranks().len();
+    for (rank, signal) in (0..ranks).flat_map(|rank| [(rank, Signal::KILL), (rank, Signal::STOP)]) {
+        let load = Load::start_within(TOLERANCE, &service.address, &golden(FAMILY), 64).await;
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        let old = service.ranks();
+        assert_eq!(old.len(), ranks);
+        let fault = Instant::now();
+        send(old[rank], signal);
+        eventually(SERVING_RESUMES, "new ranks", || {
+            let now = service.ranks();
+            now.len() == ranks && now.iter().all(|pid| !old.contains(pid))
+        });
+        serving_again(service, fault).await;
+        let calls = load.stop().await;
+        let failed: Vec<_> = calls.iter().filter(|call| call.result.is_err()).collect();
+        assert!(
+            failed.is_empty(),
+            "{} of {} calls saw {signal:?} of rank {rank}: {:?}",
+            failed.len(),
+            calls.len(),
+            failed[0]
+        );
+        assert!(calls.iter().any(|call| call.in_flight_at(fault)), "calls were in flight");
+        assert!(old.iter().all(|pid| !alive(*pid)), "ranks of the ended generation are gone");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_killed_and_stopped_under_load_fail_no_call() {
+    let mut rng = expertd_test_seed::rng();
+    let service = start("cpu,cpu", &fixture(FAMILY), 2, &mut rng, &[]);
+    faults_are_unseen(&service).await;
+}
+
+/// Other placements come in under load.
+pub(crate) async fn placements_come_in(service: &Service, workers: usize, rng: &mut TestRng) {
+    let load = Load::start_within(TOLERANCE, &service.address, &golden(FAMILY), 32).await;
+    let fingerprint = || async {
+        let client = Client::connect(&service.address).await.unwrap();
+        client.model("").await.unwrap().weight_fingerprint
+    };
+    let before = fingerprint().await;
+    for _ in 0..3 {
+        let (_folder, file) = write(&placement(&fixture(FAMILY), workers, rng));
+        reload_of(service, None, Some(&file)).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    // Without a placement the source has its contiguous part.
+    reload_of(service, None, Some(Path::new("contiguous"))).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let calls = load.stop().await;
+    let failed = calls.iter().find_map(|call| call.result.as_ref().err());
+    assert!(failed.is_none(), "{failed:?}");
+    assert!(calls.len() > 20, "{} calls", calls.len());
+    assert_eq!(fingerprint().await, before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn placements_of_a_mixed_group_come_in_under_load() {
+    let mut rng = expertd_test_seed::rng();
+    let service = start("cpu,cpu", &fixture(FAMILY), 2, &mut rng, &[]);
+    placements_come_in(&service, 2, &mut rng).await;
+}
+
+#[test]
+fn settings_that_no_mixed_group_can_have_are_named() {
+    let refused = |more: &[&str]| {
+        let (status, error) = serve_to_the_end(&fixture(FAMILY), more);
+        assert_eq!(status, Some(64), "{more:?}: {error}");
+        error
+    };
+    let cases: [(&[&str], &str); 4] = [
+        (&["--device", "cpu,cpu", "--ranks", "2,1"], "use --ranks 1,1"),
+        (&["--device", "cpu", "--ranks", "1,1"], "need --device cuda,cpu"),
+        (&["--device", "cpu,cpu", "--ranks", "1,1", "--gpu-memory", "1K"], "one expert of each layer"),
+        (&["--device", "cpu", "--gpu-memory", "1G"], "--device cuda,cpu"),
+    ];
+    for (more, part) in cases {
+        let error = refused(more);
+        assert!(error.contains(part), "{more:?}: {part:?} is not in {error}");
+    }
+}
