@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Measures what a call costs through gRPC, host sessions and CUDA sessions, and prints tables as in docs/measurements.
+"""Measures what a call costs through gRPC and sessions, and prints tables as in docs/measurements.
 
-    loadtest/session_figures.py [--part walk calls many] [--ranks N] [--client-gpu N] [--rows N...] [--json FILE]
+    loadtest/session_figures.py [--part walk calls many] [--ranks N] [--client-gpu N] [--nixl FOLDER] [--rows N...] [--json FILE]
 
 Synthesises a checkpoint of Qwen3-30B-A3B's shape, serves it, and runs `expertd-loadtest`, whose answers are checked:
 
 * walk:  one batch of sequences walks through all layers in order, as an engine decodes; model steps per second. With --peers, PyTorch and
          Triton walk through as many layers in one process afterwards, in a CUDA graph, when the service has ended.
-* calls: one call at a time; latency, the part from gate to combine, and what is beyond it.
+* calls: one call at a time; latency, the part from gate to combine, what is beyond it, and the processor time of all processes. With
+         --nixl network sessions over TCP on loopback as well, and the bare transport (client/network/examples/bare.rs).
 * many:  2048 rows per rank through sessions, one call at a time and three in flight.
 
 `--device cpu` measures CPU ranks with the same parts; use it with smaller sizes. A way that fails is reported and left out.
@@ -26,12 +27,12 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 PARTS = ["walk", "calls", "many"]
-WAYS = ["grpc", "host", "cuda"]
+WAYS = ["grpc", "host", "cuda", "network"]
 MANY = 2048
 
 
-def quiet(command, patience, **options):
-    """Runs a command; returns its output, or None if it fails, which is reported."""
+def quiet(command, patience, log=None, **options):
+    """Runs a command; returns its output, or None if it fails, which is reported. `log` is a list for what it writes to stderr."""
     command = [str(word) for word in command]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, **options)
@@ -41,7 +42,32 @@ def quiet(command, patience, **options):
     if done.returncode:
         print(f"{' '.join(command)} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
         return None
+    if log is not None:
+        log.append(done.stderr)
     return done.stdout
+
+
+def environment(args):
+    """Variables of all programs; UCX says which transports it uses."""
+    found = dict(os.environ)
+    if args.nixl:
+        found.update(EXPERTD_NIXL=str(args.nixl), UCX_LOG_LEVEL="info", UCX_LOG_FILE="stderr")
+    return found
+
+
+def on(cores):
+    """What a new process does to run on these cores, such as 0-9."""
+    first, _, last = (cores or "").partition("-")
+    return (lambda: os.sched_setaffinity(0, range(int(first), int(last or first) + 1))) if cores else None
+
+
+def check_transports(log):
+    """Prints the transports of each kind of operation in UCX's log, and fails unless all of them are TCP on loopback."""
+    found = sorted(set(re.findall(r"\b\w+\(\w+/\w+\)", log)))
+    print(f"transports: {' '.join(found)}", file=sys.stderr)
+    used = {name for one in found for name in re.findall(r"(\w+/\w+)", one)}
+    if used != {"tcp/lo"}:
+        sys.exit(f"expected tcp/lo and nothing else, found {used or 'no transport in the log'}:\n{log[-3000:]}")
 
 
 class Service:
@@ -56,8 +82,13 @@ class Service:
         command += ["--admin-listen", f"unix:{folder}/admin.sock"]
         if args.max_tokens_per_step:
             command += ["--max-tokens-per-step", args.max_tokens_per_step]
+        if args.service_cores:
+            command += ["--cores", args.service_cores]
+        if args.nixl:
+            command += ["--network-listen", "127.0.0.1"]
+        self.environment = environment(args)
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=self.environment)
         begin = time.monotonic()
         while (ready := re.search(r"^ready: listening on ([^\s,]+)", self.text(), re.M)) is None:
             if self.process.poll() is not None or time.monotonic() - begin > args.patience:
@@ -73,14 +104,19 @@ class Service:
     def load(self, way, rows, *options):
         """The report of `expertd-loadtest`, or None if it fails or an answer is wrong."""
         args = self.args
-        reach = ["--address", self.address, "--no-echo"]
+        reach = ["--address", self.address, "--no-echo", "--watch-memory", self.process.pid]
         if way != "grpc":
-            reach = ["--session", way, "--address", self.socket]
+            reach += ["--session", way]
+        if way in ("host", "cuda"):
+            reach += ["--address", self.socket]
         if way == "cuda":
             reach += ["--session-device", args.client_gpu]
         command = [args.programs / "expertd-loadtest", *reach, "--tokens", rows, "--quiet", "--json", "-"]
         command += ["--warm-up", args.warm_up, "--duration", args.seconds, *options]
-        out = quiet(command, 60 + args.warm_up + args.seconds)
+        log = []
+        out = quiet(command, 60 + args.warm_up + args.seconds, log, env=self.environment, preexec_fn=on(args.client_cores))
+        if way == "network" and out:
+            check_transports(self.text() + log[0])
         return json.loads(out) if out else None
 
     def end(self):
@@ -133,10 +169,30 @@ def calls(args, service, found):
             latency, gate_to_combine = report["latency"]["p50_seconds"], inside(report)
             found.append(dict(part="calls", way=way, rows=rows, report=report))
             beyond = [latency - gate_to_combine, latency - report["step"]["p50_seconds"]]
-            cells = [latency, report["latency"]["p99_seconds"], gate_to_combine, *beyond]
-            rows_of_table.append([rows, way, *map(micros, cells)])
-    head = ["rows", "way", "latency p50", "p99", "gate to combine", "latency beyond it", "latency beyond the step"]
+            cpu = report["cpu"]
+            busy = (cpu["load_generator_cores"] + cpu["watched_cores"]) / report["requests_per_second"]
+            cells = [latency, report["latency"]["p99_seconds"], gate_to_combine, *beyond, busy]
+            rows_of_table.append([rows, way, *map(micros, cells), f"{report['tokens_per_second']:.0f}"])
+    if args.nixl:
+        rows_of_table += bare(args, found)
+        rows_of_table.sort(key=lambda row: row[0])
+    head = ["rows", "way", "latency p50", "p99", "gate to combine", "latency beyond it", "latency beyond the step", "processor time", "rows/s"]
     table("One call at a time, µs", head, rows_of_table)
+
+
+def bare(args, found):
+    """Round trips of two processes that write as many bytes to each other, which is all of a call but the call."""
+    rows_of_table = []
+    log = []
+    out = quiet([args.programs / "examples/bare", args.seconds], 60 + 5 * args.seconds, log, env=environment(args), preexec_fn=on(args.client_cores))
+    if out is None:
+        return []
+    check_transports(log[0])
+    for one in map(json.loads, out.splitlines()):
+        found.append(dict(part="bare", **one))
+        times = [one["p50_seconds"], one["p99_seconds"]]
+        rows_of_table.append([one["rows"], "bare", *map(micros, times), "-", "-", micros(times[0]), "-", "-"])
+    return [row for row in rows_of_table if row[0] in args.rows]
 
 
 def many(args, service, found):
@@ -182,10 +238,13 @@ def synthesise(args, folder):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
-    parser.add_argument("--ways", choices=WAYS, nargs="+", help="[default: all; with --device cpu those without a GPU]")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", help="[default: all that --device and --nixl allow]")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device of the ranks")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--service-cores", help="cores of the ranks, such as 0-9 [default: all]")
+    parser.add_argument("--client-cores", help="cores of the clients, and of the bare transport [default: all]")
     parser.add_argument("--client-gpu", type=int, default=0, help="the GPU of CUDA sessions' clients [default: 0, beside rank 0]")
+    parser.add_argument("--nixl", type=pathlib.Path, help="folder of NIXL, for network sessions")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--many-rows", type=int, default=MANY, help="rows per rank of the part `many`")
     parser.add_argument("--max-tokens-per-step", type=int, help="[default: rows of `many` times ranks if that part runs, else the service's]")
@@ -204,7 +263,8 @@ def arguments():
     parser.add_argument("--json", type=pathlib.Path, help="write the reports of all measurements to this file")
     args = parser.parse_args()
     args.programs = args.programs.resolve()
-    args.ways = args.ways or [way for way in WAYS if args.device == "cuda" or way != "cuda"]
+    missing = {"cuda": args.device != "cuda", "network": args.nixl is None}
+    args.ways = args.ways or [way for way in WAYS if not missing.get(way)]
     if "many" in args.part and not args.max_tokens_per_step:
         args.max_tokens_per_step = args.many_rows * args.ranks
     return args

@@ -113,8 +113,8 @@ def paths(container: dict) -> list[str]:
 def check_policies(documents: list[dict]) -> list[str]:
     """Each port of the pods is open to someone, and an engine beside the service can resolve names."""
     policies = [document["spec"] for document in documents if document["kind"] == "NetworkPolicy"]
-    opened = {port["port"] for policy in policies for rule in policy.get("ingress", []) for port in rule["ports"]}
-    resolves = any(port["port"] == 53 for policy in policies for rule in policy.get("egress", []) for port in rule["ports"])
+    opened = {port["port"] for policy in policies for rule in policy.get("ingress", []) for port in rule.get("ports", [])}
+    resolves = any(port["port"] == 53 for policy in policies for rule in policy.get("egress", []) for port in rule.get("ports", []))
     errors = []
     for document in documents:
         if document["kind"] != "StatefulSet":

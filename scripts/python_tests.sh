@@ -5,6 +5,7 @@
 #   scripts/python_tests.sh [PYTEST ARGUMENTS]
 #
 # EXPERTD_BINARY=target/debug/expertd puts a command into the wheel that was built already, which saves minutes.
+# Network sessions are tried with NIXL from PyPI, over TCP on this host's loopback.
 # With EXPERTD_TEST_TRANSFORMERS=5.23.0 the tests of expertd.transformers run as well, with that version and torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,6 +20,9 @@ venv=$CARGO_TARGET_DIR/python-tests
 
 "$python" -m venv --clear "$venv"
 "$venv/bin/pip" install --quiet ./python'[test]' mypy
+"$venv/bin/pip" install --quiet --no-deps nixl-cu13==1.5.1
+EXPERTD_NIXL=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export EXPERTD_NIXL
 if [[ -n ${EXPERTD_TEST_TRANSFORMERS:-} ]]; then
     "$venv/bin/pip" install --quiet torch "transformers==$EXPERTD_TEST_TRANSFORMERS"
 fi

@@ -4,24 +4,27 @@
 
 use std::net::{IpAddr, ToSocketAddrs as _, UdpSocket};
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use expertd_network::wire::VERSION;
 use expertd_network::{Card, ClientEnd, End, Library, NetworkError, Opened, Transports, device_of};
+use expertd_proto::retry_delay;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_client::MoeClient;
+use expertd_proto::v1::network_client::NetworkClient;
 use expertd_proto::v1::network_session_response::Message;
 use expertd_proto::v1::{
-    NetworkSessionOpened, NetworkSessionRequest, NetworkSessionResponse, OpenNetworkSession,
+    GetModelRequest, NetworkSessionOpened, NetworkSessionRequest, NetworkSessionResponse, OpenNetworkSession,
 };
 use expertd_session::{Session, SessionError, SessionOptions};
 use prost::Message as _;
 use tokio::sync::{mpsc as channel, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 
-use crate::transport::{self, Credentials, is_beyond_loopback};
+use crate::connection_loss;
+use crate::transport::{self, Channel, ConnectError, Credentials, is_beyond_loopback};
 
 /// Interval of messages that say that the client lives.
 const ALIVE: Duration = Duration::from_secs(30);
@@ -43,18 +46,14 @@ pub struct NetworkOptions {
 /// # Errors
 /// If NIXL is missing, the service cannot be reached or refuses the session, or rows would leave this host without permission.
 pub fn open(address: &str, options: &NetworkOptions) -> Result<Session, SessionError> {
-    if is_beyond_loopback(address) && !options.credentials.insecure {
-        return Err(SessionError::Network(format!(
-            "rows would travel to {address} neither encrypted nor authenticated; pass --insecure (insecure=True) if the network is \
-             trusted, or use gRPC with TLS"
-        )));
-    }
-    let library = Library::open(options.library.as_deref()).map_err(network)?;
+    let library = check_address(address, &options.credentials).and_then(|()| find_library(options))?;
+    let own = own_address(address);
     let transports = Transports {
         // Memory that processes of one host share belongs to host sessions.
         transports: Some("^sm".to_owned()),
-        device: own_address(address).and_then(device_of),
+        device: own.and_then(device_of),
         ports: None,
+        ipv6: own.is_some_and(|ip| ip.to_canonical().is_ipv6()),
     };
     let end = ClientEnd::create(&library, &transports, &options.session).map_err(network)?;
     let card = end.card().map_err(network)?;
@@ -72,6 +71,76 @@ pub fn open(address: &str, options: &NetworkOptions) -> Result<Session, SessionE
     let (session, end) = end.start(opened, address, &options.session, move || drop(over)).map_err(network)?;
     let _ = to_stream.send(end);
     Ok(session)
+}
+
+/// Whether sessions with these services could be opened from here.
+pub(crate) fn check(addresses: &[String], options: &NetworkOptions) -> Result<(), SessionError> {
+    addresses.iter().try_for_each(|address| check_address(address, &options.credentials))?;
+    find_library(options).map(drop)
+}
+
+fn check_address(address: &str, credentials: &Credentials) -> Result<(), SessionError> {
+    if !is_beyond_loopback(address) || credentials.insecure {
+        return Ok(());
+    }
+    Err(SessionError::Network(format!(
+        "rows would travel to {address} neither encrypted nor authenticated; pass --insecure (insecure=True) if the network is trusted, \
+         or use gRPC with TLS"
+    )))
+}
+
+fn find_library(options: &NetworkOptions) -> Result<Arc<Library>, SessionError> {
+    Library::open(options.library.as_deref()).map_err(network)
+}
+
+/// Asks the service whose public API is at `address` for its model without opening a session: an encoded
+/// `expertd.v1.GetModelResponse`, which comes within `timeout`. Blocks; not for asynchronous code.
+///
+/// # Errors
+/// If the service cannot be reached or refuses the call.
+pub fn fetch_model(
+    address: &str,
+    credentials: &Credentials,
+    timeout: Duration,
+) -> Result<Vec<u8>, SessionError> {
+    let failed = |source| SessionError::Socket { address: address.to_owned(), source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let asked = async {
+        let channel = connect(address, credentials).await?;
+        let mut moe = MoeClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
+        let model = moe.get_model(GetModelRequest::default()).await.map_err(refused)?;
+        Ok(model.into_inner().encode_to_vec())
+    };
+    match runtime.block_on(async { tokio::time::timeout(timeout, asked).await }) {
+        Ok(model) => model,
+        Err(_) => Err(failed(std::io::ErrorKind::TimedOut.into())),
+    }
+}
+
+async fn connect(address: &str, credentials: &Credentials) -> Result<Channel, SessionError> {
+    transport::connect_with(address, credentials).await.map_err(|error| match error {
+        ConnectError::Unreachable { .. } => refused(Status::unavailable(error.to_string())),
+        ConnectError::Address { .. } | ConnectError::Credentials { .. } => {
+            SessionError::Network(error.to_string())
+        }
+    })
+}
+
+/// The error of a call that opens a session. What a client may do about its credentials stands in the code.
+fn refused(status: Status) -> SessionError {
+    let status = connection_loss(status);
+    match status.code() {
+        Code::Unauthenticated | Code::PermissionDenied | Code::Unavailable | Code::Unimplemented => {
+            SessionError::Status {
+                code: status.code() as u32,
+                message: status.message().to_owned(),
+                retry_after: retry_delay(&status),
+                reason: String::new(),
+                fields: Vec::new(),
+            }
+        }
+        _ => SessionError::Refused { reason: status.message().to_owned() },
+    }
 }
 
 fn network(error: NetworkError) -> SessionError {
@@ -157,14 +226,11 @@ async fn begin(
     credentials: &Credentials,
     open: OpenNetworkSession,
 ) -> Result<(Alive, Streaming<NetworkSessionResponse>, Opened), SessionError> {
-    let channel = transport::connect_with(address, credentials).await.map_err(|error| {
-        SessionError::Socket { address: address.to_owned(), source: std::io::Error::other(error.to_string()) }
-    })?;
-    let refused = |status: Status| SessionError::Refused { reason: status.message().to_owned() };
+    let channel = connect(address, credentials).await?;
     let (alive, messages) = channel::channel(2);
     let _ = alive.send(NetworkSessionRequest { open: Some(open) }).await;
-    let mut moe = MoeClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
-    let mut call = moe.network_session(ReceiverStream::new(messages)).await.map_err(refused)?.into_inner();
+    let mut network = NetworkClient::new(channel).max_decoding_message_size(CONTROL_MESSAGE_BYTES);
+    let mut call = network.session(ReceiverStream::new(messages)).await.map_err(refused)?.into_inner();
     match call.message().await.map_err(refused)?.and_then(|message| message.message) {
         Some(Message::Opened(opened)) => Ok((alive, call, from_wire(opened))),
         Some(Message::Ended(reason)) => Err(SessionError::Refused { reason }),

@@ -72,6 +72,19 @@ impl SessionClient {
         request: &ForwardRequest,
         timeout: Duration,
     ) -> Result<ForwardResponse, SessionError> {
+        let mut started = self.start(request, Some(timeout))?;
+        started.try_wait(timeout)?.ok_or(SessionError::TimedOut { waited: timeout })
+    }
+
+    /// Starts the call of a gRPC request, whose deadline is `timeout`, as [`forward`](Self::forward) does.
+    ///
+    /// # Errors
+    /// Those of [`forward`](Self::forward) that the request alone causes.
+    pub fn start(
+        &self,
+        request: &ForwardRequest,
+        timeout: Option<Duration>,
+    ) -> Result<StartedCall, SessionError> {
         self.check_model(&request.model)?;
         let inline = match &request.payload {
             Some(Payload::Inline(inline)) => inline.clone(),
@@ -115,15 +128,13 @@ impl SessionClient {
             shared_experts: request.shared_experts() != SharedExperts::Exclude,
             expected_weight_version: request.expected_weight_version,
             return_routing: request.return_routing.then(|| self.top_k(request.layer)),
-            timeout: Some(timeout),
+            timeout,
         };
-        let answer = self.session.submit(&call, rows, output)?.wait(timeout)?;
-        check_weights(&request.expected_weight_fingerprint, &answer.receipt.weight_fingerprint)?;
-        let rows = Bytes::copy_from_slice(answer.output.as_slice());
-        let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
-        let mut receipt = receipt(&answer.receipt, request.return_timings);
-        (receipt.topk_ids, receipt.topk_weights) = (topk_ids.into(), topk_weights.into());
-        Ok(ForwardResponse { rows, receipt: Some(receipt) })
+        Ok(StartedCall {
+            pending: self.session.submit(&call, rows, output)?,
+            weights: request.expected_weight_fingerprint.clone(),
+            return_timings: request.return_timings,
+        })
     }
 
     fn check_model(&self, name: &str) -> Result<(), SessionError> {
@@ -144,6 +155,31 @@ impl SessionClient {
     fn top_k(&self, layer: u32) -> usize {
         let found = self.model.moe_layers.iter().find(|moe| moe.layer == layer);
         found.map_or(1, |moe| moe.top_k as usize)
+    }
+}
+
+/// A call of a gRPC request in flight. Dropping it forgets the answer.
+#[derive(Debug)]
+pub struct StartedCall {
+    pending: PendingCall,
+    /// The fingerprint that the request expects, or nothing.
+    weights: String,
+    return_timings: bool,
+}
+
+impl StartedCall {
+    /// Waits for the answer; `None` if there is none within `timeout`. The call stays in flight then.
+    ///
+    /// # Errors
+    /// As [`PendingCall::try_wait`], and FAILED_PRECONDITION if other weights computed the answer than the request expects.
+    pub fn try_wait(&mut self, timeout: Duration) -> Result<Option<ForwardResponse>, SessionError> {
+        let Some(answer) = self.pending.try_wait(timeout)? else { return Ok(None) };
+        check_weights(&self.weights, &answer.receipt.weight_fingerprint)?;
+        let rows = Bytes::copy_from_slice(answer.output.as_slice());
+        let (topk_ids, topk_weights) = answer.routing.unwrap_or_default();
+        let mut receipt = receipt(&answer.receipt, self.return_timings);
+        (receipt.topk_ids, receipt.topk_weights) = (topk_ids.into(), topk_weights.into());
+        Ok(Some(ForwardResponse { rows, receipt: Some(receipt) }))
     }
 }
 

@@ -27,7 +27,7 @@ pub struct Args {
     /// each request goes to a service that holds its layer, and elsewhere if that one fails
     #[arg(long, default_value = "127.0.0.1:50051", env = "EXPERTD_ADDRESS")]
     pub address: String,
-    /// Send requests through sessions instead of gRPC; the address is that of the session socket, unix:PATH
+    /// Send requests through sessions instead of gRPC; the address of sessions on this host is that of the session socket, unix:PATH
     #[arg(long, value_enum, value_name = "KIND")]
     pub session: Option<SessionKind>,
     /// The GPU of a CUDA session, by its number among those that this process sees
@@ -183,7 +183,8 @@ pub struct Output {
     /// Request phase timings and report them
     #[arg(long)]
     pub timings: bool,
-    /// Process id; the memory (RssAnon + RssShmem) of this process and its children is sampled during the load
+    /// Process id; the memory (RssAnon + RssShmem) of this process and its descendants is sampled during the load, and their processor
+    /// time is measured
     #[arg(long, value_name = "PID")]
     pub watch_memory: Option<u32>,
     /// Fail if the mean memory of a watched process grows by more than this share from the second-last minute to the last (in
@@ -221,6 +222,8 @@ pub enum SessionKind {
     Host,
     /// Rows lie in the memory of the client's GPU; with --mode decode, a CUDA graph has the calls of all layers
     Cuda,
+    /// Rows travel over NIXL (EXPERTD_NIXL names its folder) to a service with --network-listen
+    Network,
 }
 
 /// The source of a request's routing.

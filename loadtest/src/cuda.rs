@@ -90,7 +90,7 @@ pub fn open_all(args: &Args, workload: &Workload) -> Result<Vec<CudaWorker>, Err
             let places = Places { rows, output: rows + area, routing };
             workers.push(CudaWorker {
                 stream: SessionStream::new(&session, doorbell as u32)?,
-                host: Arc::into_inner(crate::session::open(&args.address, 1, workload)?)
+                host: Arc::into_inner(crate::session::open(args, 1, workload)?)
                     .ok_or_else(|| Error::Unfit("the host session is shared".to_owned()))?,
                 prepared: prepare(&session, workload, places)?,
                 places,

@@ -48,15 +48,6 @@ fn echo(request: ForwardRequest) -> ForwardResponse {
 
 #[tonic::async_trait]
 impl Moe for Echo {
-    type NetworkSessionStream = tonic::codegen::BoxStream<expertd_proto::v1::NetworkSessionResponse>;
-
-    async fn network_session(
-        &self,
-        _: tonic::Request<tonic::Streaming<expertd_proto::v1::NetworkSessionRequest>>,
-    ) -> Result<tonic::Response<Self::NetworkSessionStream>, tonic::Status> {
-        Err(tonic::Status::unimplemented("no network sessions"))
-    }
-
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         if let Some(traffic) = &self.traffic {
             traffic.stream().await;

@@ -96,11 +96,11 @@ pub enum Error {
 pub async fn run(args: &Args) -> Result<Report, Error> {
     args.check()?;
     let model = match args.session {
-        Some(_) => {
+        Some(SessionKind::Host | SessionKind::Cuda) => {
             let options = SessionOptions { rows_bytes: 1, calls: 1, ..SessionOptions::default() };
             SessionClient::open(&args.address, &options)?.model().clone()
         }
-        None => {
+        None | Some(SessionKind::Network) => {
             let mut first = connect::connect(&args.address, &args.credentials, CONTROL_MESSAGE_BYTES).await?;
             request::get_model(&mut first, &args.model).await?
         }
@@ -116,6 +116,12 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
     let exact = workload.model.placement.iter().all(|rank| rank.device.starts_with("cpu"));
     let tolerance_of = |dtype| if exact && dtype == DType::F32 { 1e-3 } else { 2e-2 };
     let tolerance = args.checks.tolerance.unwrap_or(tolerance_of(args.content.dtype));
+    // Opened before the load begins, and open until the processor times are read: the service ends the processes that serve them.
+    let sessions = match args.session {
+        Some(SessionKind::Host | SessionKind::Network) => session::open_all(args, &workload)?,
+        Some(SessionKind::Cuda) | None => Vec::new(),
+    };
+    let of_checkers = clients_of_checkers(args, &workload).await?;
     let (samples, received) = mpsc::channel(SAMPLES);
     let load = Arc::new(Load {
         workload: Arc::clone(&workload),
@@ -129,29 +135,31 @@ pub async fn run(args: &Args) -> Result<Report, Error> {
         tolerance: args.checks.tolerance.unwrap_or(tolerance_of(DType::F32)),
         max_outstanding: args.shape.max_outstanding.get() as u64,
     });
-    let checkers = check(args, &load, received, tolerance).await?;
+    let checkers = check(of_checkers, &load, received, tolerance);
     let (stop_watching, watched) = oneshot::channel();
     let memory =
         args.output.watch_memory.map(|pid| tokio::spawn(resources::watch(pid, load.period.start, watched)));
     let bar = (!args.output.quiet).then(|| progress::show(Arc::clone(&load)));
+    let watched_pid = args.output.watch_memory;
     let measured = tokio::spawn({
         let measured = load.period.measured;
         async move {
             tokio::time::sleep_until(measured.into()).await;
-            CpuTime::now()
+            CpuTime::now(watched_pid)
         }
     });
     if args.session == Some(SessionKind::Cuda) {
         drive_cuda(&load, args).await?;
     } else if args.session.is_some() {
-        drive_sessions(&load, &args.shape, &session::open_all(&args.address, &args.shape, &workload)?).await;
+        drive_sessions(&load, &args.shape, &sessions).await;
     } else {
         let clients =
             connections(&args.address, &args.credentials, &args.shape, workload.message_bytes).await?;
         drive(&load, &args.shape, clients).await;
     }
     let since = if measured.is_finished() { measured.await.ok() } else { None };
-    let cpu = since.unwrap_or_else(CpuTime::now).since();
+    let cpu = since.unwrap_or_else(|| CpuTime::now(watched_pid)).since();
+    drop(sessions);
     if let Some(bar) = bar {
         bar.abort();
     }
@@ -240,26 +248,32 @@ async fn drive(load: &Arc<Load>, shape: &Shape, clients: Vec<Client>) {
     workers.join_all().await;
 }
 
+/// A client for each checker.
+async fn clients_of_checkers(args: &Args, workload: &Workload) -> Result<Vec<Client>, Error> {
+    let mut clients = Vec::new();
+    for _ in 0..CHECKERS {
+        clients.push(match args.session {
+            Some(_) => Client::Session(session::open(args, 1, workload)?),
+            None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
+        });
+    }
+    Ok(clients)
+}
+
 /// Starts the checkers.
-async fn check(
-    args: &Args,
+fn check(
+    clients: Vec<Client>,
     load: &Arc<Load>,
     samples: mpsc::Receiver<check::Sample>,
     tolerance: f64,
-) -> Result<JoinSet<()>, Error> {
+) -> JoinSet<()> {
     let samples = Arc::new(Mutex::new(samples));
     let mut checkers = JoinSet::new();
-    for number in 0..CHECKERS {
-        let workload = &load.workload;
-        let client = match args.session {
-            Some(_) => Client::Session(session::open(&args.address, 1, workload)?),
-            None => connect::connect(&args.address, &args.credentials, workload.message_bytes).await?,
-        };
+    for (client, worker) in clients.into_iter().zip(1_000_000..) {
         let (workload, recorder) = (Arc::clone(&load.workload), Arc::clone(&load.recorder));
-        let worker = 1_000_000 + number;
         checkers.spawn(check::run(workload, recorder, Arc::clone(&samples), client, worker, tolerance));
     }
-    Ok(checkers)
+    checkers
 }
 
 /// Measures a bare echo twice: one request at a time, in turn with the service; then with the load's connections and sizes.

@@ -24,7 +24,7 @@ pub struct Settings {
     pub weight_version: u64,
     pub layers: Vec<u32>,
     pub mode: &'static str,
-    /// `host` if requests go through sessions.
+    /// The kind of session that requests go through.
     pub session: Option<&'static str>,
     pub connections: usize,
     pub streams: usize,
@@ -58,6 +58,7 @@ impl Settings {
             session: args.session.map(|kind| match kind {
                 SessionKind::Host => "host",
                 SessionKind::Cuda => "cuda",
+                SessionKind::Network => "network",
             }),
             connections: args.shape.connections.get(),
             streams: if stream { args.shape.streams.get() } else { 1 },

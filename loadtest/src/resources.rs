@@ -13,6 +13,8 @@ const TICKS: f64 = 100.0;
 pub struct CpuTime {
     when: Instant,
     own_seconds: f64,
+    /// A watched process, and the time of it and its descendants.
+    watched: Option<(u32, f64)>,
     machine: Option<(f64, f64)>,
 }
 
@@ -23,28 +25,35 @@ pub struct CpuUse {
     pub cores: usize,
     /// Mean number of cores that the load generator kept busy.
     pub load_generator_cores: f64,
+    /// The same of a watched process and its descendants.
+    pub watched_cores: Option<f64>,
     /// Share of all cores' time that was not idle, if /proc/stat states it.
     pub machine_busy_share: Option<f64>,
 }
 
 impl CpuTime {
-    /// Reads the processor times.
+    /// Reads the processor times, also those of a watched process and its descendants.
     #[must_use]
-    pub fn now() -> CpuTime {
-        let own_seconds = std::fs::read_to_string("/proc/self/stat").ok().as_deref().and_then(own_seconds);
+    pub fn now(watched: Option<u32>) -> CpuTime {
+        let of = |process: &str| {
+            let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok();
+            stat.as_deref().and_then(own_seconds).unwrap_or(0.0)
+        };
         let machine = std::fs::read_to_string("/proc/stat").ok().as_deref().and_then(busy_and_total);
-        CpuTime { when: Instant::now(), own_seconds: own_seconds.unwrap_or(0.0), machine }
+        let all = |pid: u32| (pid, family(pid).iter().map(|one| of(&one.to_string())).sum());
+        CpuTime { when: Instant::now(), own_seconds: of("self"), watched: watched.map(all), machine }
     }
 
     /// Processor use since `self` was read.
     #[must_use]
     pub fn since(&self) -> CpuUse {
-        let now = CpuTime::now();
+        let now = CpuTime::now(self.watched.map(|(pid, _)| pid));
         let elapsed = (now.when - self.when).as_secs_f64().max(1e-9);
         let machine = now.machine.zip(self.machine).map(|(now, then)| (now.0 - then.0, now.1 - then.1));
         CpuUse {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             load_generator_cores: (now.own_seconds - self.own_seconds) / elapsed,
+            watched_cores: now.watched.zip(self.watched).map(|(now, then)| (now.1 - then.1) / elapsed),
             machine_busy_share: machine.filter(|(_, total)| *total > 0.0).map(|(busy, total)| busy / total),
         }
     }

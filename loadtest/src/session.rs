@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use expertd_client::network::{self, NetworkOptions};
 use expertd_client::session::{self, SessionClient, SessionOptions};
 
 use crate::Error;
-use crate::args::Shape;
+use crate::args::{Args, SessionKind};
 use crate::decode::Walk;
 use crate::load::{Job, Load, Outcome};
 use crate::request::Workload;
@@ -16,7 +17,7 @@ use crate::request::Workload;
 ///
 /// # Errors
 /// If the session cannot be opened.
-pub fn open(address: &str, calls: usize, workload: &Workload) -> Result<Arc<SessionClient>, Error> {
+pub fn open(args: &Args, calls: usize, workload: &Workload) -> Result<Arc<SessionClient>, Error> {
     // Rows in f32, as recorded rows are, twice; then ids, weights and token ids.
     let tokens = workload.largest_request();
     let per_call = tokens * (workload.model.hidden as usize * 8 + 1024) + 4096;
@@ -25,15 +26,23 @@ pub fn open(address: &str, calls: usize, workload: &Workload) -> Result<Arc<Sess
         calls: u32::try_from(calls).unwrap_or(u32::MAX),
         ..SessionOptions::default()
     };
-    SessionClient::open(address, &options).map(Arc::new).map_err(Error::Session)
+    let client = match args.session {
+        Some(SessionKind::Network) => {
+            let credentials = args.credentials.clone();
+            let options = NetworkOptions { session: options, credentials, library: None };
+            network::open(&args.address, &options).and_then(SessionClient::over)
+        }
+        _ => SessionClient::open(&args.address, &options),
+    };
+    client.map(Arc::new).map_err(Error::Session)
 }
 
 /// Opens the sessions of a load, one for each connection.
 ///
 /// # Errors
 /// If one cannot be opened.
-pub fn open_all(address: &str, shape: &Shape, workload: &Workload) -> Result<Vec<Arc<SessionClient>>, Error> {
-    (0..shape.connections.get()).map(|_| open(address, shape.outstanding.get(), workload)).collect()
+pub fn open_all(args: &Args, workload: &Workload) -> Result<Vec<Arc<SessionClient>>, Error> {
+    (0..args.shape.connections.get()).map(|_| open(args, args.shape.outstanding.get(), workload)).collect()
 }
 
 /// Closed loop on the calling thread, until no more requests may begin.

@@ -50,7 +50,7 @@ class Credentials:
         key: the private key of that certificate, PEM.
         server_name: the name in the service's certificate, if it differs from the host of the address.
         token_file: file with the client's token, alone or as `NAME TOKEN`.
-        insecure: send the token to another host without TLS as well.
+        insecure: send the token to another host without TLS as well, and let rows of network sessions leave this host.
     """
 
     ca: str | os.PathLike[str] | None = None
@@ -108,12 +108,13 @@ def native_client(
     if on_graph_failure not in ("abort", "raise"):
         raise ValueError(f'on_graph_failure is {on_graph_failure!r}; expected "abort" or "raise"')
     several = len(addresses) > 1 or not isinstance(address, str)
-    if session is not None and len(addresses) > 1:
+    is_local = session in ("host", "cuda")
+    if is_local and len(addresses) > 1:
         raise ValueError(
             f'session="{session}" is with one service on this host, and {len(addresses)} addresses were given; pass one, or '
             "leave session out"
         )
-    if session is not None and credentials is not None:
+    if is_local and credentials is not None:
         raise ValueError(
             f'session="{session}" takes no credentials, because the kernel tells the service the user of a session; leave credentials out'
         )
@@ -122,7 +123,7 @@ def native_client(
 
         route: NativeClient | CudaRoute = CudaRoute(addresses[0], retry, on_graph_failure)
     else:
-        route = NativeClient(addresses, several, session is not None, retry, credentials)
+        route = NativeClient(addresses, several, session, retry, credentials)
     return route if weights is None else route.pinned(weights)
 
 
@@ -136,8 +137,8 @@ def check_session(session: str | None) -> None:
                 'session="cuda" needs torch with CUDA, whose tensors lie on a GPU: pip install torch, or pass session="host"'
             ) from error
         require_gpu()
-    if session not in (None, "host", "cuda"):
-        raise ValueError(f'session is {session!r}; expected None, "host" or "cuda"')
+    if session not in (None, "host", "cuda", "network"):
+        raise ValueError(f'session is {session!r}; expected None, "host", "cuda" or "network"')
 
 
 class Client:
@@ -148,13 +149,15 @@ class Client:
     Arguments:
         address: `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`. A list of them, or one name with several addresses, means
             several services with one model: each call goes to one that holds its layer, and to another one if that fails.
-            With a session, `unix:/PATH` of the socket that the service got as `--session-listen`.
+            With session="host" or "cuda", `unix:/PATH` of the socket that the service got as `--session-listen`.
         session: None: rows travel over gRPC. "host": rows are copied into memory that the service on this host shares, and
             answers out of it. "cuda": rows are torch tensors on a GPU, or have DLPack, and calls are work of torch's current
-            stream; the ranks of the service must be on GPUs of this host.
+            stream; the ranks of the service must be on GPUs of this host. "network": rows in host memory travel by one-sided writes
+            over NIXL to a service that was started with `--network-listen`; the address is that of gRPC.
         retry: rules for retrying failed calls; None means no retries. Several services have rules of their own, of which
             `max_elapsed` sets how long a call without a timeout looks for a service.
-        credentials: certificates and token; None means plaintext and no token. Sessions take none.
+        credentials: certificates and token; None means plaintext and no token. Sessions on this host take none. Network sessions beyond
+            loopback need `insecure`, because their rows are neither encrypted nor authenticated.
         on_graph_failure: with `session="cuda"`, what happens when a call fails in a CUDA graph that is replayed, because the service is
             gone, for example. Replays raise no exception, and their outputs are NaN then. "abort": the process ends with a message on
             stderr and SIGABRT. "raise": `check` and `synchronize` raise the call's exception; the program calls one of them before it

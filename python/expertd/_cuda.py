@@ -51,7 +51,7 @@ class CudaRoute:
         # Fingerprint of the weights that must compute the calls; None follows reloads of the service.
         self.weights: str | None = None
         # Answers for the model; it opens no session.
-        self._host = NativeClient([address], False, True, retry, None)
+        self._host = NativeClient([address], False, "host", retry, None)
         self._sessions: dict[int, CudaSession] = {}
         # Sessions that have ended and were replaced, and whose calls are in graphs.
         self._replaced: list[CudaSession] = []

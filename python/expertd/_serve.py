@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._types import GraphFailure, Session
 
 _LOG_LINES = 200
-_READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>\S+)")
+_READY = re.compile(r"^ready: listening on (?P<address>[^,]+)(?:, [^,]+)*?, admin on (?P<admin>[^,]+), metrics on (?P<metrics>[^\s,]+)")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -173,7 +173,7 @@ class Service:
         on_graph_failure: GraphFailure = "abort",
     ) -> Client:
         """A client that is connected to this service."""
-        address = self.session_address if session else self.address
+        address = self.session_address if session in ("host", "cuda") else self.address
         return Client(address, session=session, retry=retry, on_graph_failure=on_graph_failure)
 
     def log(self) -> str:

@@ -17,7 +17,7 @@ class SupportsDLPack(Protocol):
 # Before Python 3.12 there is no type for objects with the buffer protocol.
 Rows: TypeAlias = SupportsDLPack | Any
 Address: TypeAlias = str | Sequence[str]
-Session: TypeAlias = Literal["host", "cuda"]
+Session: TypeAlias = Literal["host", "cuda", "network"]
 GraphFailure: TypeAlias = Literal["abort", "raise"]
 DType: TypeAlias = Literal["bf16", "f16", "f32"]
 SharedExperts: TypeAlias = Literal["include", "exclude"]

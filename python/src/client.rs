@@ -16,7 +16,7 @@ use crate::model::{Model, ModelSummary};
 use crate::receipt::{Answer, Received};
 use crate::request::{Arguments, Options};
 use crate::runtime::{self, OwnProcess, timeout, wait};
-use crate::session::{End, HostSession};
+use crate::session::{End, Place, SessionRoute};
 use crate::stream::NativeStream;
 
 /// How calls reach the service.
@@ -24,15 +24,15 @@ use crate::stream::NativeStream;
 pub(crate) enum Route {
     /// gRPC, to one service or several.
     Remote(Arc<Connection>),
-    /// Memory that a service on this host shares.
-    Host(Arc<HostSession>),
+    /// A session with one service.
+    Session(Arc<SessionRoute>),
 }
 
 impl Route {
     async fn connect(&self) -> Result<(), Failure> {
         match self {
             Route::Remote(connection) => connection.connect().await,
-            Route::Host(session) => {
+            Route::Session(session) => {
                 let session = Arc::clone(session);
                 blocking(move || session.connect()).await
             }
@@ -46,7 +46,7 @@ impl Route {
                 let out = arguments.out.clone();
                 connection.forward(arguments.into_call()).await?.placed(out)
             }
-            Route::Host(session) => {
+            Route::Session(session) => {
                 let waiting = Arc::new(());
                 // The future's own handle; when it is gone, the call has no reader.
                 let reader = Arc::downgrade(&waiting);
@@ -69,7 +69,7 @@ impl Route {
     async fn model(&self, name: String) -> Result<Model, Failure> {
         match self {
             Route::Remote(connection) => Ok(connection.model(&name).await?.into()),
-            Route::Host(session) => {
+            Route::Session(session) => {
                 let session = Arc::clone(session);
                 blocking(move || session.model(&name)).await.map(Model::from)
             }
@@ -79,7 +79,7 @@ impl Route {
     async fn models(&self) -> Result<Vec<ModelSummary>, Failure> {
         match self {
             Route::Remote(connection) => connection.models().await,
-            Route::Host(_) => Ok(vec![self.model(String::new()).await?.into()]),
+            Route::Session(_) => Ok(vec![self.model(String::new()).await?.into()]),
         }
     }
 }
@@ -142,11 +142,12 @@ impl NativeClient {
 #[pymethods]
 impl NativeClient {
     /// `several` makes one client of all addresses, and of all addresses of a name, even if there is only one.
+    /// `session` is None, "host" or "network".
     #[new]
     fn new(
         addresses: Vec<String>,
         several: bool,
-        session: bool,
+        session: Option<&str>,
         retry: Option<RetryArguments>,
         credentials: Option<CredentialArguments>,
     ) -> PyResult<NativeClient> {
@@ -158,11 +159,17 @@ impl NativeClient {
             })
         };
         let retry = retry.map(policy).transpose()?;
-        let route = if session {
-            Route::Host(Arc::new(HostSession::new(addresses.concat(), retry)))
-        } else {
-            let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
-            Route::Remote(Arc::new(Connection::new(addresses, several, credentials, retry)))
+        let credentials = credentials.map_or_else(Credentials::default, Credentials::from);
+        let is_network = session == Some("network");
+        let of_session = |place| Route::Session(Arc::new(SessionRoute::new(place, retry)));
+        let route = match session {
+            // Services used as one have a session with each.
+            Some(_) if is_network && !several => of_session(Place::Network(addresses.concat(), credentials)),
+            Some(_) if !is_network => of_session(Place::Host(addresses.concat())),
+            _ => {
+                let connection = Connection::new(addresses, several, credentials, retry);
+                Route::Remote(Arc::new(connection.over_network(is_network)))
+            }
         };
         Ok(NativeClient { route, weights: None, process: OwnProcess::current() })
     }
@@ -200,7 +207,7 @@ impl NativeClient {
                 let received = wait(py, connection.forward(arguments.into_call()))?;
                 py.detach(|| received.and_then(|received| received.placed(out)))
             }
-            Route::Host(session) => {
+            Route::Session(session) => {
                 // Signal handlers run in this thread only while it is attached.
                 let mut check = || Python::attach(|py| py.check_signals());
                 match py.detach(|| session.call(&arguments, &mut check)) {

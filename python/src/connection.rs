@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use expertd_client::fleet::{FleetClient, FleetConfig};
+use expertd_client::network::NetworkOptions;
 use expertd_client::transport::Credentials;
 use expertd_client::{Client, RetryPolicy};
 use expertd_proto::v1::{ForwardRequest, GetModelResponse};
@@ -41,6 +42,8 @@ pub(crate) async fn within<T>(
 pub(crate) struct Connection {
     addresses: Vec<String>,
     several: bool,
+    /// Rows travel through network sessions with each of several services.
+    is_network: bool,
     credentials: Credentials,
     retry: Option<RetryPolicy>,
     link: OnceCell<Link>,
@@ -62,7 +65,12 @@ impl Connection {
         credentials: Credentials,
         retry: Option<RetryPolicy>,
     ) -> Connection {
-        Connection { addresses, several, credentials, retry, link: OnceCell::new() }
+        Connection { addresses, several, is_network: false, credentials, retry, link: OnceCell::new() }
+    }
+
+    /// The same with a network session with each of several services.
+    pub(crate) fn over_network(self, is_network: bool) -> Connection {
+        Connection { is_network, ..self }
     }
 
     /// Connects, if that has not happened yet.
@@ -78,6 +86,10 @@ impl Connection {
     async fn open(&self) -> Result<Link, Failure> {
         if self.several || self.names_several().await {
             let mut config = FleetConfig { credentials: self.credentials.clone(), ..FleetConfig::default() };
+            if self.is_network {
+                let credentials = self.credentials.clone();
+                config.network = Some(NetworkOptions { credentials, ..NetworkOptions::default() });
+            }
             if let Some(policy) = self.retry {
                 config.patience = policy.max_elapsed;
                 config.connect_patience = config.connect_patience.min(policy.max_elapsed);

@@ -20,6 +20,8 @@ pub(crate) enum Failure {
     Status(Box<Status>),
     /// There is no connection.
     Connect(String),
+    /// Something that the call needs is missing.
+    Unsupported(String),
 }
 
 impl From<Status> for Failure {
@@ -56,6 +58,9 @@ impl Failure {
         let errors = py.import(intern!(py, "expertd._errors"))?;
         let exception = match self {
             Failure::Connect(message) => errors.call_method1(intern!(py, "connect_error"), (message,))?,
+            Failure::Unsupported(message) => {
+                errors.getattr(intern!(py, "UnsupportedError"))?.call1((message,))?
+            }
             Failure::Status(status) => {
                 let details = PyDict::new(py);
                 details.set_item("retry_after", retry_delay(&status).map(|delay| delay.as_secs_f64()))?;

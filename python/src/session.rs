@@ -1,4 +1,4 @@
-//! Calls through a session: rows are copied into memory that the service shares, and answers out of it.
+//! Calls through a session: rows are copied into memory that the service shares or that travels to it, and answers out of it.
 
 mod current;
 
@@ -13,8 +13,8 @@ use pyo3::PyErr;
 use pyo3::prelude::*;
 use tonic::Status;
 
-pub(crate) use self::current::open_failure;
-use self::current::{CurrentSession, Opened, expect_name};
+use self::current::{CurrentSession, Opened, call_failure, expect_name};
+pub(crate) use self::current::{Place, open_failure};
 use crate::array::Array;
 use crate::errors::Failure;
 use crate::line::Line;
@@ -51,9 +51,9 @@ impl From<Status> for End {
     }
 }
 
-/// A session with the service behind one socket. It is opened again after it has ended.
+/// A session with one service. It is opened again after it has ended.
 #[derive(Debug)]
-pub(crate) struct HostSession {
+pub(crate) struct SessionRoute {
     current: Arc<CurrentSession>,
     retry: Option<RetryPolicy>,
     /// Held while one call reserves its places, so that two calls never wait for each other's halves.
@@ -62,10 +62,10 @@ pub(crate) struct HostSession {
     line: Line,
 }
 
-impl HostSession {
-    pub(crate) fn new(address: String, retry: Option<RetryPolicy>) -> HostSession {
-        HostSession {
-            current: Arc::new(CurrentSession::new(address)),
+impl SessionRoute {
+    pub(crate) fn new(place: Place, retry: Option<RetryPolicy>) -> SessionRoute {
+        SessionRoute {
+            current: Arc::new(CurrentSession::new(place)),
             retry,
             placing: Mutex::new(()),
             line: Line::default(),
@@ -121,7 +121,7 @@ impl HostSession {
             Ok(opened) => opened,
             Err(error) => {
                 go_on(deadline, check)?;
-                return Err(session::status(error).into());
+                return Err(call_failure(error).into());
             }
         };
         expect_name(&opened.model, &arguments.model)?;

@@ -223,7 +223,7 @@ impl NativeStream {
             Route::Remote(connection) => {
                 StreamRoute::Grpc(Arc::new(Shared { connection, capacity, current: AsyncMutex::default() }))
             }
-            host @ Route::Host(_) => StreamRoute::Session(host),
+            session @ Route::Session(_) => StreamRoute::Session(session),
         };
         NativeStream { route: Mutex::new(Some(route)), runtime, weights, process: OwnProcess::current() }
     }

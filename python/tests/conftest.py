@@ -15,6 +15,11 @@ import recorded_checkpoints
 import seed
 
 
+# Settings of services, and the ways to them.
+NETWORK = {"network_listen": "127.0.0.1"} if os.environ.get("EXPERTD_NIXL") else {}
+WAYS = [None, "host", *(["network"] if NETWORK else [])]
+
+
 def recorded(family):
     """The folder of a family's checkpoint and recordings."""
     return recorded_checkpoints.folder(f"golden/{family}")
@@ -27,14 +32,15 @@ def pytest_report_header():
 class Golden:
     """A running service, a client of it, and what transformers computed from the same checkpoint.
 
-    `arguments` are those of `Client` and `AsyncClient` that lead to the service the same way as `client`.
+    `arguments` are those of `Client` and `AsyncClient` that lead to the service the same way as `client`. Network sessions need NIXL, whose
+    folder `EXPERTD_NIXL` names.
     """
 
     def __init__(self, family, service, session):
         self.service = service
         self.session = session
         self.client = service.client(session=session)
-        self.arguments = {"address": service.session_address if session else service.address, "session": session}
+        self.arguments = {"address": service.session_address if session == "host" else service.address, "session": session}
         self.model = self.client.model()
         self.tensors = load_file(recorded(family) / "golden.safetensors")
         self.layers = [layer.layer for layer in self.model.moe_layers]
@@ -55,7 +61,7 @@ def started():
 
         def of(family, session):
             if family not in services:
-                services[family] = stack.enter_context(expertd.serve(recorded(family), ranks=2))
+                services[family] = stack.enter_context(expertd.serve(recorded(family), ranks=2, **NETWORK))
             if (family, session) not in ready:
                 ready[family, session] = Golden(family, services[family], session)
             return ready[family, session]
@@ -63,9 +69,9 @@ def started():
         yield of
 
 
-@pytest.fixture(params=[None, "host"], ids=["grpc", "host"])
+@pytest.fixture(params=WAYS, ids=["grpc", *WAYS[1:]])
 def golden(request, started):
-    """`golden(family)`: a service with a client over gRPC, and with a client over a session."""
+    """`golden(family)`: a service with a client over gRPC, and with clients over sessions."""
     return lambda family: started(family, request.param)
 
 

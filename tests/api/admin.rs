@@ -73,7 +73,7 @@ async fn reflection_lists_the_services_and_finds_their_symbols() {
         panic!("{listed:?}")
     };
     let names: BTreeSet<_> = list.service.into_iter().map(|service| service.name).collect();
-    for name in ["expertd.v1.Moe", "grpc.health.v1.Health"] {
+    for name in ["expertd.v1.Moe", "expertd.v1.Network", "grpc.health.v1.Health"] {
         assert!(names.contains(name), "{names:?} lacks {name}");
     }
     for symbol in ["expertd.v1.Moe", "expertd.v1.ForwardRequest", "expertd.v1.Admin"] {

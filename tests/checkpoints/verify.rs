@@ -47,15 +47,6 @@ struct Scripted {
 
 #[tonic::async_trait]
 impl Moe for Scripted {
-    type NetworkSessionStream = tonic::codegen::BoxStream<expertd_proto::v1::NetworkSessionResponse>;
-
-    async fn network_session(
-        &self,
-        _: tonic::Request<tonic::Streaming<expertd_proto::v1::NetworkSessionRequest>>,
-    ) -> Result<tonic::Response<Self::NetworkSessionStream>, tonic::Status> {
-        Err(tonic::Status::unimplemented("no network sessions"))
-    }
-
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         let request = request.into_inner();
         let layer = &self.golden.layers[&request.layer];

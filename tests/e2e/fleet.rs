@@ -84,9 +84,21 @@ async fn went_on(answered: &AtomicU64, what: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_call_fails_while_one_service_after_the_other_fails() {
+    services_fail_one_after_the_other(FleetConfig::default(), &[], |_| {}).await;
+}
+
+/// `more` are flags of the services, and `watch` sees them after each fault.
+pub(crate) async fn services_fail_one_after_the_other(
+    config: FleetConfig,
+    more: &[&str],
+    watch: impl Fn(&[Service]),
+) {
     let addresses: Vec<String> = (0..3).map(|_| free_address()).collect();
+    let start = |index: usize, address: &str| {
+        Service::start(FAMILY, 1, &[&["--layers", HELD[index], "--listen", address], more].concat())
+    };
     let mut services: Vec<Service> = addresses.iter().enumerate().map(|(i, at)| start(i, at)).collect();
-    let client = connect(&addresses).await;
+    let client = FleetClient::connect(&addresses.join(","), config).await.unwrap();
     let model = client.complete_model(PATIENCE).await.unwrap();
     assert_eq!(model.moe_layers.iter().map(|layer| layer.layer).collect::<Vec<_>>(), [0, 1, 2, 3]);
     for address in &addresses {
@@ -100,6 +112,7 @@ async fn no_call_fails_while_one_service_after_the_other_fails() {
         callers.spawn(call(client.clone(), seed, Arc::clone(&stop), Arc::clone(&answered)));
     }
     went_on(&answered, "before any fault").await;
+    watch(&services);
 
     // Killed, and started again at the same address.
     services[0].signal(Signal::KILL);
@@ -125,6 +138,7 @@ async fn no_call_fails_while_one_service_after_the_other_fails() {
         until(&client, &addresses[index], &[State::Serving]).await;
         went_on(&answered, "a rolling restart").await;
     }
+    watch(&services);
     stop.store(true, Ordering::Relaxed);
     let failed: Vec<String> = callers.join_all().await.concat();
     let answered = answered.load(Ordering::Relaxed);

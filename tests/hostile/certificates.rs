@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
-pub struct Authority {
+pub(crate) struct Authority {
     folder: PathBuf,
     issuer: Issuer<'static, KeyPair>,
 }
 
 impl Authority {
     /// Makes an authority whose certificate is `NAME.pem` in `folder`.
-    pub fn new(folder: &Path, name: &str) -> Authority {
+    pub(crate) fn new(folder: &Path, name: &str) -> Authority {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -21,7 +21,7 @@ impl Authority {
     }
 
     /// Signs a certificate for `host` and writes it to `NAME.pem` and `NAME.key`.
-    pub fn sign(&self, name: &str, host: &str) {
+    pub(crate) fn sign(&self, name: &str, host: &str) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![host.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();

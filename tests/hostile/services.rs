@@ -42,15 +42,6 @@ struct Liar {
 
 #[tonic::async_trait]
 impl Moe for Liar {
-    type NetworkSessionStream = tonic::codegen::BoxStream<expertd_proto::v1::NetworkSessionResponse>;
-
-    async fn network_session(
-        &self,
-        _: tonic::Request<tonic::Streaming<expertd_proto::v1::NetworkSessionRequest>>,
-    ) -> Result<tonic::Response<Self::NetworkSessionStream>, tonic::Status> {
-        Err(tonic::Status::unimplemented("no network sessions"))
-    }
-
     async fn forward(&self, _: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         match self.lie {

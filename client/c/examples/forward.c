@@ -1,22 +1,26 @@
-/* Makes one call through a session: forward ADDRESS LAYER TOKENS. Row i has the value i + 1 in every element, in f32.
- * Prints the sum of the output's elements.
+/* Makes one call through a session: forward ADDRESS LAYER TOKENS. ADDRESS is unix:PATH of a service on this host, or HOST:PORT of one
+ * with network sessions. Row i has the value i + 1 in every element, in f32. Prints the sum of the output's elements.
  *
  *   cargo build --release -p expertd-c
  *   cc -I client/c/include client/c/examples/forward.c -L target/release -lexpertd_c -o forward
  *   LD_LIBRARY_PATH=target/release ./forward unix:/run/expertd/session.sock 0 8 */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "expertd.h"
 
 int main(int argc, char **argv) {
   char error[256] = "";
   if (argc != 4) {
-    fprintf(stderr, "usage: %s unix:PATH LAYER TOKENS\n", argv[0]);
+    fprintf(stderr, "usage: %s unix:PATH|HOST:PORT LAYER TOKENS\n", argv[0]);
     return 2;
   }
   expertd_session *session = NULL;
-  if (expertd_session_open(argv[1], 1 << 22, 4, 10000, &session, error, sizeof error) != 0) {
+  int opened = strncmp(argv[1], "unix:", 5) == 0
+                   ? expertd_session_open(argv[1], 1 << 22, 4, 10000, &session, error, sizeof error)
+                   : expertd_session_open_network(argv[1], NULL, 1 << 22, 4, 10000, &session, error, sizeof error);
+  if (opened != 0) {
     fprintf(stderr, "open: %s\n", error);
     return 1;
   }

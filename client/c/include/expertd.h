@@ -1,4 +1,4 @@
-/* Sessions of expertd: a client on the same host shares memory with the service.
+/* Sessions of expertd: a client on the same host shares memory with the service, one on another host writes into it over NIXL.
  *
  * Every function returns 0, or a negative EXPERTD_E... code, or the positive code of gRPC with which the service ended a call.
  * Where a function fails, a sentence is written to `error` (if it is not NULL): `error_bytes` bytes at most, with a final zero.
@@ -73,6 +73,23 @@ typedef struct {
 /* Opens a session on `address` ("unix:PATH") with `rows_bytes` bytes for rows and `calls` calls in flight. */
 int expertd_session_open(const char *address, uint64_t rows_bytes, uint32_t calls, uint32_t timeout_ms,
                          expertd_session **session, char *error, size_t error_bytes);
+
+/* How a network session is opened; 0 and NULL for what is not needed. Files are in PEM. */
+typedef struct {
+  const char *library;     /* NIXL's library or its folder; NULL for EXPERTD_NIXL and the system's linker */
+  const char *ca;          /* file with certificate authorities of the service; turns TLS on for the call that opens the session */
+  const char *cert;        /* file with the client's certificate chain */
+  const char *key;         /* file with its private key */
+  const char *server_name; /* name in the service's certificate, if it differs from the host of the address */
+  const char *token_file;  /* file with the client's token */
+  uint32_t insecure;       /* 1 for services beyond loopback: rows are neither encrypted nor authenticated */
+  uint32_t reserved;       /* 0 */
+} expertd_network;
+
+/* As expertd_session_open, with a service that was started with --network-listen; `address` is that of its public API, "HOST:PORT".
+ * `network` may be NULL. docs/network.md says who is trusted. */
+int expertd_session_open_network(const char *address, const expertd_network *network, uint64_t rows_bytes, uint32_t calls,
+                                 uint32_t timeout_ms, expertd_session **session, char *error, size_t error_bytes);
 
 /* Closes a session; NULL is allowed. No other thread may use it any more, and its memory must not be used afterwards. */
 void expertd_session_close(expertd_session *session);

@@ -3,11 +3,13 @@
 #![allow(unsafe_code, reason = "takes and gives pointers of C callers")]
 
 mod cuda;
+mod network;
 
 pub use cuda::{
     ExpertdCudaSession, ExpertdPreparedCall, expertd_cuda_close, expertd_cuda_enqueue, expertd_cuda_hidden,
     expertd_cuda_memory, expertd_cuda_prepare, expertd_cuda_status, expertd_session_open_cuda,
 };
+pub use network::{ExpertdNetwork, expertd_session_open_network};
 
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
@@ -172,7 +174,7 @@ pub unsafe extern "C" fn expertd_session_open(
 /// Closes a session.
 ///
 /// # Safety
-/// `session` is null, or came from [`expertd_session_open`] and is not used any more.
+/// `session` is null, or came from [`expertd_session_open`] or [`expertd_session_open_network`] and is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn expertd_session_close(session: *mut Session) {
     // SAFETY: the caller's promise.

@@ -6,7 +6,7 @@ use std::mem::offset_of;
 use std::path::Path;
 use std::process::Command;
 
-use expertd_c::{ExpertdCall, ExpertdPreparedCall, ExpertdReceipt};
+use expertd_c::{ExpertdCall, ExpertdNetwork, ExpertdPreparedCall, ExpertdReceipt};
 use expertd_session::wire::RequestRecord;
 
 fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
@@ -54,6 +54,8 @@ fn program() -> String {
         generation weight_version first_step last_step steps ranks queue_ns step_ns phase_ns tokens_per_rank retry_after_ns);
     assert_layout!(out, ExpertdPreparedCall as "expertd_prepared_call":
         layer dtype max_rows flags rows output ids weights token_ids timeout_us weight_version k reserved);
+    assert_layout!(out, ExpertdNetwork as "expertd_network":
+        library ca cert key server_name token_file insecure reserved);
     for (name, value) in CONSTANTS {
         writeln!(out, "SAME({name}, {value});").unwrap();
     }

@@ -4,24 +4,26 @@
 //! bytes to the service. So a [`Session`] of the network is used like one of the same host.
 
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_session::memory::{ServiceRings, SessionMemory};
-use expertd_session::wire::{CompletionRecord, MAX_CLIENT_FRAME, frame};
+use expertd_session::wire::{MAX_CLIENT_FRAME, frame};
 use expertd_session::{Session, SessionOptions, socket};
 use expertd_shm::WaitPolicy;
-use expertd_shm::wait::Doorbell;
+use expertd_shm::wait::SPIN_TIME;
 
 use crate::endpoint::{Card, Endpoint, Transports};
 use crate::library::{Library, NetworkError};
+use crate::live::{End, Live};
 use crate::random_name;
-use crate::relay::{Relay, Waiting};
-use crate::wire::{decode, store};
+use crate::relay::{Relay, Spin, Waiting, accept_completion};
 
 /// How long the relay sleeps while no call is in flight, unless its client starts one.
 const IDLE: Duration = Duration::from_millis(50);
+
+/// Cores of a host from which two threads that spin take nothing.
+const SPARE_CORES: usize = 4;
 
 /// What the service said of a session.
 #[derive(Clone, Debug)]
@@ -45,34 +47,6 @@ pub struct ClientEnd {
     endpoint: Endpoint,
     memory: SessionMemory,
     rings: ServiceRings,
-}
-
-/// Ends a session of the network from outside.
-#[derive(Clone, Debug)]
-pub struct End(Arc<EndState>);
-
-#[derive(Debug)]
-struct EndState {
-    reason: Mutex<Option<String>>,
-    has_ended: AtomicBool,
-    bell: Doorbell,
-}
-
-impl End {
-    /// Ends the session: waiting calls fail with `reason`, unless it has ended already.
-    pub fn end(&self, reason: &str) {
-        self.0.reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| reason.to_owned());
-        self.0.has_ended.store(true, Ordering::Release);
-        self.0.bell.ring();
-    }
-
-    fn has_ended(&self) -> bool {
-        self.0.has_ended.load(Ordering::Acquire)
-    }
-
-    fn reason(&self) -> String {
-        self.0.reason.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
-    }
 }
 
 impl ClientEnd {
@@ -124,23 +98,20 @@ impl ClientEnd {
     ) -> Result<(Session, End), NetworkError> {
         self.endpoint.connect(&opened.card)?;
         let (ours, theirs) = UnixStream::pair()?;
-        let state = EndState {
-            reason: Mutex::default(),
-            has_ended: AtomicBool::new(false),
-            bell: self.memory.service_bell().clone(),
-        };
-        let end = End(Arc::new(state));
+        let end = End::new(self.memory.service_bell().clone());
         let (watched, of_watcher) = (ours.try_clone()?, end.clone());
         std::thread::Builder::new().name("expertd-net-end".to_owned()).spawn(move || {
             while let Ok(Some(_)) = socket::receive(&watched, MAX_CLIENT_FRAME) {}
             of_watcher.end("the client has ended the session");
         })?;
         let of_relay = end.clone();
-        let spin = options.spin.unwrap_or(Duration::from_micros(opened.spin_us.into()));
+        let spin = options.spin.unwrap_or_else(|| own_spin(&opened));
+        let live = Live::new(&end);
         std::thread::Builder::new().name("expertd-network".to_owned()).spawn(move || {
             if let Err(error) = self.serve(&ours, &opened, spin, &of_relay) {
                 of_relay.end(&error.to_string());
             }
+            drop(live);
             let _ = socket::send(&ours, frame::ENDED, of_relay.reason().as_bytes());
             let _ = ours.shutdown(std::net::Shutdown::Both);
             on_end();
@@ -161,12 +132,13 @@ impl ClientEnd {
         end: &End,
     ) -> Result<(), NetworkError> {
         let ClientEnd { endpoint, memory, mut rings } = self;
-        let record = memory.opened(opened.session, opened.spin_us, opened.hidden);
+        let spin_us = u32::try_from(spin.as_micros()).unwrap_or(u32::MAX);
+        let record = memory.opened(opened.session, spin_us, opened.hidden);
         socket::send(client, frame::MODEL, &opened.model)?;
         socket::send(client, frame::OPENED, bytemuck::bytes_of(&record))?;
         socket::send_region(client, memory.region())?;
         let mut relay = Relay::new(endpoint, opened.hidden);
-        let mut waiting = Waiting::new(spin);
+        let mut waiting = Waiting::new(Spin { computing: spin, between: spin });
         while !end.has_ended() {
             let mut worked = take_completions(&mut relay, &memory, &mut rings)?;
             while let Some(request) = rings.requests.try_pop()? {
@@ -178,7 +150,7 @@ impl ClientEnd {
                 continue;
             }
             let is_expecting = !relay.calls.is_empty();
-            let Some(mut pause) = waiting.pause(relay.endpoint.is_sending()) else { continue };
+            let Some(mut pause) = waiting.pause(relay.endpoint.is_sending(), is_expecting) else { continue };
             if !is_expecting {
                 pause = IDLE;
             }
@@ -198,6 +170,13 @@ impl ClientEnd {
     }
 }
 
+/// How long threads of this process spin: as the service says of its cores, and longer where this host has cores to spare.
+fn own_spin(opened: &Opened) -> Duration {
+    let advised = Duration::from_micros(opened.spin_us.into());
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if cores >= SPARE_CORES { advised.max(SPIN_TIME) } else { advised }
+}
+
 /// Sends a call to the service.
 fn start(relay: &mut Relay, request: expertd_session::wire::RequestRecord) -> Result<(), NetworkError> {
     relay.calls.insert(request.call, request);
@@ -214,10 +193,9 @@ fn take_completions(
     let Relay { endpoint, places, calls, .. } = relay;
     let mut count = 0;
     endpoint.poll(|message| {
-        let (completion, bytes) = decode::<CompletionRecord>(message)?;
-        // A completion of no call is the service's mistake and answers nothing.
-        let Some(request) = calls.remove(&completion.call) else { return Ok(()) };
-        store(memory.rows(), &places.of_answer(&request), bytes)?;
+        let Some(completion) = accept_completion(message, memory.rows(), places, calls)? else {
+            return Ok(());
+        };
         if !rings.completions.try_push(&completion)? {
             return Err(NetworkError::Protocol("more completions than there are calls".to_owned()));
         }

@@ -32,6 +32,8 @@ pub struct Transports {
     pub device: Option<String>,
     /// First and last TCP port to listen on; `None` lets the system choose.
     pub ports: Option<(u16, u16)>,
+    /// Whether TCP takes the device's address of IPv6; otherwise that of IPv4, if it has one.
+    pub ipv6: bool,
 }
 
 impl Transports {
@@ -40,6 +42,7 @@ impl Transports {
             self.transports.as_ref().map(|transports| format!("TLS={transports}")),
             self.device.as_ref().map(|device| format!("NET_DEVICES={device}")),
             self.ports.map(|(first, last)| format!("TCP_PORT_RANGE={first}-{last}")),
+            self.ipv6.then(|| "TCP_AF_PRIO=inet6".to_owned()),
         ];
         parts.into_iter().flatten().collect::<Vec<_>>().join(",")
     }

@@ -13,6 +13,7 @@ mod client;
 mod devices;
 mod endpoint;
 mod library;
+mod live;
 mod probe;
 mod relay;
 mod sys;
@@ -20,12 +21,13 @@ pub mod wire;
 
 use std::hash::{BuildHasher as _, RandomState};
 
-pub use client::{ClientEnd, End, Opened};
+pub use client::{ClientEnd, Opened};
 pub use devices::device_of;
 pub use endpoint::{Card, Endpoint, Transports};
 pub use library::{Library, NetworkError, TRIED, VARIABLE};
+pub use live::End;
 pub use probe::probe;
-pub use relay::{Relay, Waiting};
+pub use relay::{Relay, Spin, Waiting, accept_completion, accept_request};
 
 /// A name that no other agent has.
 #[must_use]

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
-use expertd_session::wire::RequestRecord;
+use expertd_session::wire::{CompletionRecord, RequestRecord};
+use expertd_shm::region::SharedSlice;
 
 use crate::endpoint::Endpoint;
 use crate::library::NetworkError;
-use crate::wire::{Place, Places, Record, encode};
+use crate::wire::{Place, Places, Record, decode, encode, store};
 
 /// Pauses between two polls of the network, with the time since the last event from which they hold. A transport has no descriptor to
 /// sleep on.
@@ -48,17 +49,64 @@ impl Relay {
     }
 }
 
+/// Takes a message that must be a request: stores its bytes, and notes the call. `most` calls may be in flight.
+///
+/// # Errors
+/// If it is anything else, or a call too many.
+pub fn accept_request(
+    message: &[u8],
+    rows: &SharedSlice<u8>,
+    places: &Places,
+    calls: &mut HashMap<u64, RequestRecord>,
+    most: u32,
+) -> Result<RequestRecord, NetworkError> {
+    let (request, bytes) = decode::<RequestRecord>(message)?;
+    if calls.len() >= most as usize || calls.contains_key(&request.call) {
+        let text = format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
+        return Err(NetworkError::Protocol(text));
+    }
+    store(rows, &places.of_request(&request), bytes)?;
+    calls.insert(request.call, request);
+    Ok(request)
+}
+
+/// Takes a message that must be a completion: stores its bytes at the places of its call. `None` if no call waits for it, which is the
+/// service's mistake and answers nothing.
+///
+/// # Errors
+/// If it is anything else.
+pub fn accept_completion(
+    message: &[u8],
+    rows: &SharedSlice<u8>,
+    places: &Places,
+    calls: &mut HashMap<u64, RequestRecord>,
+) -> Result<Option<CompletionRecord>, NetworkError> {
+    let (completion, bytes) = decode::<CompletionRecord>(message)?;
+    let Some(request) = calls.remove(&completion.call) else { return Ok(None) };
+    store(rows, &places.of_answer(&request), bytes)?;
+    Ok(Some(completion))
+}
+
 /// How long a relay's thread waits.
 #[derive(Debug)]
 pub struct Waiting {
-    spin: Duration,
+    spin: Spin,
     last: Instant,
 }
 
+/// How long a relay's thread spins after an event.
+#[derive(Clone, Copy, Debug)]
+pub struct Spin {
+    /// While calls are in flight: the cores may be busy with them.
+    pub computing: Duration,
+    /// While none is, and the next one may come soon.
+    pub between: Duration,
+}
+
 impl Waiting {
-    /// A thread, the calling one, that spins for `spin` after each event.
+    /// A thread, the calling one.
     #[must_use]
-    pub fn new(spin: Duration) -> Self {
+    pub fn new(spin: Spin) -> Self {
         // Sleeps of 20 µs would last four times as long with the default slack of timers. Without the permission they do.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
         Waiting { spin, last: Instant::now() }
@@ -71,9 +119,9 @@ impl Waiting {
 
     /// How long to sleep before the next poll; `None` to poll at once.
     #[must_use]
-    pub fn pause(&self, is_sending: bool) -> Option<Duration> {
+    pub fn pause(&self, is_sending: bool, is_computing: bool) -> Option<Duration> {
         let quiet = self.last.elapsed();
-        if quiet < self.spin {
+        if quiet < if is_computing { self.spin.computing } else { self.spin.between } {
             std::hint::spin_loop();
             return None;
         }

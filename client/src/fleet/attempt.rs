@@ -7,7 +7,6 @@ use tonic_types::StatusExt as _;
 
 use super::shared::{Link, TicketGuard};
 use super::{Ended, receipt_has_content};
-use crate::client::send_once;
 use crate::connection_loss;
 use crate::loss::is_connection_loss;
 use expertd_proto::retry_delay;
@@ -24,13 +23,14 @@ pub(super) enum Attempt {
 /// Sends the request over `link` and ends the ticket. `left` bounds the attempt.
 pub(super) async fn attempt(
     mut guard: TicketGuard<'_>,
-    mut link: Link,
+    link: Link,
     request: ForwardRequest,
     left: Option<Duration>,
 ) -> Attempt {
+    let mut lost = link.lost.clone();
     let answer = tokio::select! {
-        answer = send_once(link.moe, request, left) => answer,
-        _ = link.lost.wait_for(|lost| *lost) => {
+        answer = link.send(request, left) => answer,
+        _ = lost.wait_for(|lost| *lost) => {
             guard.end(Ended::Lost);
             return Attempt::Elsewhere(Status::unavailable(format!("{} stopped answering", link.address)));
         }

@@ -41,6 +41,10 @@ impl FleetClient {
         if given.is_empty() {
             return Err(FleetError::NoAddress);
         }
+        #[cfg(feature = "network")]
+        if let Some(network) = &config.network {
+            crate::network::check(&given, network).map_err(|error| FleetError::Network(error.to_string()))?;
+        }
         let shared = Arc::new(Shared::new(config));
         let task = tokio::spawn(watch::follow_addresses(Arc::downgrade(&shared), given));
         let client = FleetClient { shared, _addresses: Arc::new(AbortOnDrop(task)) };

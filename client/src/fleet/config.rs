@@ -25,6 +25,9 @@ pub struct FleetConfig {
     pub patience: Duration,
     /// Limits of the choice.
     pub limits: Limits,
+    /// How network sessions with the services are opened; `None`: rows travel over gRPC. The credentials are those of the services.
+    #[cfg(feature = "network")]
+    pub network: Option<crate::network::NetworkOptions>,
 }
 
 impl Default for FleetConfig {
@@ -38,6 +41,8 @@ impl Default for FleetConfig {
             connect_patience: Duration::from_secs(30),
             patience: Duration::from_secs(30),
             limits: Limits::default(),
+            #[cfg(feature = "network")]
+            network: None,
         }
     }
 }
@@ -50,6 +55,10 @@ pub enum FleetError {
         "no address was given; give HOST:PORT, several separated by commas, or a name with several addresses"
     )]
     NoAddress,
+    /// Network sessions cannot be opened from here.
+    #[cfg(feature = "network")]
+    #[error("{0}")]
+    Network(String),
     /// No service answered in time.
     #[error("none of the services serves: {0}")]
     NoneServes(String),

@@ -8,11 +8,15 @@
 //! * Requests go to services with one content of the weights only. Another content replaces it once services with the other
 //!   one cover more layers; a service that stopped serving still counts for [`Limits::content_grace`]. An answer's receipt
 //!   is compared, too, because a service can restart with other weights at the same address.
+//! * With [`FleetConfig::network`] (feature `network`) rows travel through a network session with each service, which is opened again
+//!   after its end; calls that it has no room for, and those to services that refuse it, go over gRPC.
 //! * A host name means all its addresses, which are looked up again every few seconds. `a,b,c` means all addresses of all names.
 
 mod attempt;
 mod client;
 mod config;
+#[cfg(feature = "network")]
+mod network;
 mod shared;
 #[cfg(test)]
 mod simulation;

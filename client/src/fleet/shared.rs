@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, watch};
+use tonic::Status;
 
 use super::{Choice, Draws, Ended, Facts, Fleet, FleetConfig, ServiceId, State, Ticket};
+use crate::client::send_once;
 use crate::transport::Channel;
 use expertd_proto::v1::moe_client::MoeClient;
-use expertd_proto::v1::{GetModelResponse, Limits};
+use expertd_proto::v1::{ForwardRequest, ForwardResponse, GetModelResponse, Limits};
 
 /// A connection to one service.
 #[derive(Clone, Debug)]
@@ -23,6 +25,27 @@ pub(super) struct Link {
     pub(super) address: String,
     /// The service's answer to `GetModel`, once there is one.
     pub(super) model: Option<Arc<GetModelResponse>>,
+    #[cfg(feature = "network")]
+    pub(super) network: Option<Arc<super::network::NetworkRoute>>,
+}
+
+impl Link {
+    /// Makes one attempt of a call.
+    pub(super) async fn send(
+        &self,
+        request: ForwardRequest,
+        left: Option<Duration>,
+    ) -> Result<ForwardResponse, Status> {
+        let start = Instant::now();
+        #[cfg(feature = "network")]
+        if let Some(network) = &self.network
+            && let Some(answer) = network.forward(&request, left).await
+        {
+            return answer;
+        }
+        let left = left.map(|left| left.saturating_sub(start.elapsed()));
+        send_once(self.moe.clone(), request, left).await
+    }
 }
 
 /// The state of a client of several services.

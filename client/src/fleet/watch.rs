@@ -13,8 +13,12 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
+#[cfg(feature = "network")]
+use super::network::NetworkRoute;
 use super::shared::{Link, Shared};
 use super::{Facts, FleetConfig, ServiceId, State, content_of_model};
+#[cfg(feature = "network")]
+use crate::network::NetworkOptions;
 use crate::transport::{self, Channel, Credentials};
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::moe_client::MoeClient;
@@ -54,8 +58,17 @@ pub(super) async fn follow_addresses(shared: Weak<Shared>, given: Vec<String>) {
                 if !known.contains_key(address) {
                     let id = owner.add();
                     let credentials = named(&owner.config.credentials, given);
-                    let service =
-                        Watched { shared: shared.clone(), id, address: address.clone(), credentials };
+                    let service = Watched {
+                        shared: shared.clone(),
+                        id,
+                        address: address.clone(),
+                        #[cfg(feature = "network")]
+                        network: owner.config.network.clone().map(|network| {
+                            let network = NetworkOptions { credentials: credentials.clone(), ..network };
+                            Arc::new(NetworkRoute::new(address, network))
+                        }),
+                        credentials,
+                    };
                     known.insert(address.clone(), (id, tasks.spawn(service.run())));
                 }
             }
@@ -102,6 +115,8 @@ struct Watched {
     id: ServiceId,
     address: String,
     credentials: Credentials,
+    #[cfg(feature = "network")]
+    network: Option<Arc<NetworkRoute>>,
 }
 
 impl Watched {
@@ -127,6 +142,8 @@ impl Watched {
                         pause = RECONNECT;
                     }
                     lost.send_replace(true);
+                    #[cfg(feature = "network")]
+                    self.network.iter().for_each(|network| network.forget());
                     let Some(shared) = self.shared.upgrade() else { return };
                     shared.note(&self.address, &reason);
                     shared.observed(self.id, State::Lost);
@@ -155,7 +172,15 @@ impl Watched {
 
     fn link(&self, channel: Channel, lost: watch::Receiver<bool>, woken: &Arc<Notify>, bytes: usize) -> Link {
         let moe = MoeClient::new(channel).max_decoding_message_size(bytes).max_encoding_message_size(bytes);
-        Link { moe, lost, woken: Arc::clone(woken), address: self.address.clone(), model: None }
+        Link {
+            moe,
+            lost,
+            woken: Arc::clone(woken),
+            address: self.address.clone(),
+            model: None,
+            #[cfg(feature = "network")]
+            network: self.network.clone(),
+        }
     }
 }
 

@@ -137,15 +137,6 @@ impl Fake {
 
 #[tonic::async_trait]
 impl Moe for Fake {
-    type NetworkSessionStream = tonic::codegen::BoxStream<expertd_proto::v1::NetworkSessionResponse>;
-
-    async fn network_session(
-        &self,
-        _: tonic::Request<tonic::Streaming<expertd_proto::v1::NetworkSessionRequest>>,
-    ) -> Result<tonic::Response<Self::NetworkSessionStream>, tonic::Status> {
-        Err(tonic::Status::unimplemented("no network sessions"))
-    }
-
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         self.answer(request.into_inner()).await.map(Response::new)
     }

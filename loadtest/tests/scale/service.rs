@@ -112,15 +112,6 @@ type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Moe for Simulated {
-    type NetworkSessionStream = tonic::codegen::BoxStream<expertd_proto::v1::NetworkSessionResponse>;
-
-    async fn network_session(
-        &self,
-        _: tonic::Request<tonic::Streaming<expertd_proto::v1::NetworkSessionRequest>>,
-    ) -> Result<tonic::Response<Self::NetworkSessionStream>, tonic::Status> {
-        Err(tonic::Status::unimplemented("no network sessions"))
-    }
-
     async fn forward(&self, request: Request<ForwardRequest>) -> Result<Response<ForwardResponse>, Status> {
         let controls = &*self.controls;
         let _working = Working::new(&controls.working);

@@ -21,10 +21,11 @@ class Settings:
 
     Attributes:
         address: the service, `HOST:PORT` or `unix:/PATH`, or several separated by commas (`EXPERTD_ADDRESS`).
-        credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`).
+        credentials: certificates and token (`EXPERTD_CLIENT_CA`, `…_CERT`, `…_KEY`, `…_SERVER_NAME`, `…_TOKEN_FILE`, `…_INSECURE`).
         check_weights: compare the weights' fingerprints (`EXPERTD_CHECK_WEIGHTS`, by default 1).
         any_version: accept versions of the engine that were not tried (`EXPERTD_VLLM_ANY_VERSION`, `EXPERTD_SGLANG_ANY_VERSION`, by default 0).
-        session: None, "host" or "cuda": a session with the service whose session socket the address names (`EXPERTD_SESSION`).
+        session: None; "host" or "cuda": a session with the service whose session socket the address names; "network": a session with one
+            on another host, whose address is that of gRPC (`EXPERTD_SESSION`).
         follow_weights: go on when the service moves to other weights (`EXPERTD_FOLLOW_WEIGHTS`, by default 0).
         service_gate: the service's gate chooses and weighs experts, not the engine's (`EXPERTD_GATE`, service or by default engine).
     """
@@ -44,16 +45,17 @@ class Settings:
         if not address:
             return None
         session = environment.get("EXPERTD_SESSION") or None
-        if session not in (None, "host", "cuda"):
-            raise ValueError(f"EXPERTD_SESSION is {session!r}; expected host, cuda, or nothing")
+        if session not in (None, "host", "cuda", "network"):
+            raise ValueError(f"EXPERTD_SESSION is {session!r}; expected host, cuda, network, or nothing")
         gate = environment.get("EXPERTD_GATE") or "engine"
         if gate not in ("engine", "service"):
             raise ValueError(f"EXPERTD_GATE is {gate!r}; expected engine or service")
         names = ("ca", "cert", "key", "server_name", "token_file")
         given = {name: environment.get(f"EXPERTD_CLIENT_{name.upper()}") or None for name in names}
+        insecure = _flag(environment, "EXPERTD_CLIENT_INSECURE", False)
         return cls(
             address,
-            Credentials(**given) if any(given.values()) else None,
+            Credentials(**given, insecure=insecure) if any(given.values()) or insecure else None,
             _flag(environment, "EXPERTD_CHECK_WEIGHTS", True),
             _flag(environment, f"EXPERTD_{engine.upper()}_ANY_VERSION", False),
             session,

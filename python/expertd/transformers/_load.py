@@ -61,8 +61,8 @@ def remote_experts(
         mode: "experts": the model's own gate chooses and weighs experts, shared experts are computed locally, and the
             service applies the choice. "block": the service computes the whole MoE block, gate and shared experts
             included, and their weights are not read, either.
-        session: None: rows travel over gRPC. "host": through memory that the service shares. "cuda": rows stay on the model's
-            GPU, and calls are work of its streams.
+        session: None: rows travel over gRPC. "host": through memory that the service shares. "network": by one-sided writes over NIXL. "cuda":
+            rows stay on the model's GPU, and calls are work of its streams.
         credentials: certificates and token, as of `expertd.Client`.
         check_weights: compare the fingerprint of the service's weights with that of the checkpoint where the checkpoint is a local
             folder. Dimensions, layers and family are always compared.

@@ -8,10 +8,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use expertd_client::network::{self, NetworkOptions};
 use expertd_client::session::{self, Session, SessionError, SessionOptions};
+use expertd_client::transport::Credentials;
 use expertd_proto::v1::{self, GetModelResponse};
 use prost::Message as _;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::time_left;
 use crate::errors::Failure;
@@ -26,6 +28,39 @@ const MAX_ROWS_BYTES: usize = 256 << 20;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time after which there is a session, or the reason why there is none.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(11);
+
+/// Where sessions are opened.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// The session socket of a service on this host.
+    Host(String),
+    /// The public API of a service that this host reaches over a network, and the credentials of the calls that open sessions.
+    Network(String, Credentials),
+}
+
+impl Place {
+    fn open(&self, session: SessionOptions) -> Result<Session, SessionError> {
+        match self {
+            Place::Host(address) => Session::open(address, &session),
+            Place::Network(address, credentials) => {
+                let credentials = credentials.clone();
+                network::open(address, &NetworkOptions { session, credentials, library: None })
+            }
+        }
+    }
+
+    fn failure(&self, error: SessionError) -> Failure {
+        match (self, error) {
+            (Place::Host(address), error) => open_failure(address, error),
+            (Place::Network(..), error) => match call_failure(error) {
+                Failure::Status(status) if status.code() == Code::Unavailable => {
+                    Failure::Connect(status.message().to_owned())
+                }
+                other => other,
+            },
+        }
+    }
+}
 
 /// An open session.
 #[derive(Clone, Debug)]
@@ -52,8 +87,7 @@ impl Opened {
 /// their deadlines at most; a session that opens later serves the next call.
 #[derive(Debug)]
 pub(super) struct CurrentSession {
-    /// The service's session socket.
-    address: String,
+    place: Place,
     current: Mutex<Current>,
     /// `is_opening` was cleared.
     opened: Condvar,
@@ -79,9 +113,9 @@ impl Drop for Opens {
 }
 
 impl CurrentSession {
-    pub(super) fn new(address: String) -> CurrentSession {
+    pub(super) fn new(place: Place) -> CurrentSession {
         let (current, opened) = (Mutex::default(), Condvar::new());
-        CurrentSession { address, current, opened, is_largest: AtomicBool::new(false) }
+        CurrentSession { place, current, opened, is_largest: AtomicBool::new(false) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Current> {
@@ -90,7 +124,7 @@ impl CurrentSession {
 
     /// Opens the session, if it is not open.
     pub(super) fn connect(self: &Arc<Self>) -> Result<(), Failure> {
-        self.with_room(0, None).map(drop).map_err(|error| open_failure(&self.address, error))
+        self.with_room(0, None).map(drop).map_err(|error| self.place.failure(error))
     }
 
     /// The open session with room for `needed` bytes; has one opened if there is none. Waits until `deadline` at most.
@@ -138,7 +172,7 @@ impl CurrentSession {
     fn open(&self, needed: usize) -> Result<Opened, SessionError> {
         let rows_bytes = needed.max(ROWS_BYTES).checked_next_power_of_two().unwrap_or(needed);
         let options = SessionOptions { rows_bytes, timeout: OPEN_TIMEOUT, ..SessionOptions::default() };
-        let session = Session::open(&self.address, &options)?;
+        let session = self.place.open(options)?;
         let model = Arc::new(decode(session.model())?);
         Ok(Opened { session: Arc::new(session), rows_bytes, model })
     }
@@ -168,8 +202,11 @@ impl CurrentSession {
     /// # Errors
     /// NOT_FOUND if the model has another name, and the failure of the question itself.
     pub(super) fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
-        let model = session::fetch_model(&self.address, OPEN_TIMEOUT).and_then(|bytes| decode(&bytes));
-        let model = model.map_err(session::status)?;
+        let bytes = match &self.place {
+            Place::Host(address) => session::fetch_model(address, OPEN_TIMEOUT),
+            Place::Network(address, credentials) => network::fetch_model(address, credentials, OPEN_TIMEOUT),
+        };
+        let model = bytes.and_then(|bytes| decode(&bytes)).map_err(session::status)?;
         expect_name(&model, name)?;
         Ok(model)
     }
@@ -186,6 +223,14 @@ pub(super) fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), Fa
         return Ok(());
     }
     Err(Status::not_found(format!("the service has no model {name:?}; it serves {:?}", model.name)).into())
+}
+
+/// The failure of a call.
+pub(super) fn call_failure(error: SessionError) -> Failure {
+    match error {
+        SessionError::Network(text) => Failure::Unsupported(text),
+        other => session::status(other).into(),
+    }
 }
 
 /// The failure of a session that could not be opened.

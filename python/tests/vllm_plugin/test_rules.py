@@ -46,6 +46,8 @@ def test_settings_come_from_the_environment():
     assert Settings.from_environment(given, engine="SGLang").any_version is True
     host = {"EXPERTD_ADDRESS": "unix:/run/session.sock", "EXPERTD_SESSION": "host"}
     assert Settings.from_environment(host) == Settings("unix:/run/session.sock", session="host")
+    network = {"EXPERTD_ADDRESS": "a:1", "EXPERTD_SESSION": "network", "EXPERTD_CLIENT_INSECURE": "1"}
+    assert Settings.from_environment(network) == Settings("a:1", expertd.Credentials(insecure=True), session="network")
     assert Settings.from_environment({**host, "EXPERTD_GATE": "service"}).service_gate is True
     assert Settings.from_environment({**host, "EXPERTD_GATE": "engine"}).service_gate is False
     with pytest.raises(ValueError, match="EXPERTD_GATE is 'both'"):

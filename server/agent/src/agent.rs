@@ -6,16 +6,15 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use expertd_session::wire::{MAX_SERVICE_FRAME, RequestRecord, frame};
+use expertd_session::wire::{MAX_SERVICE_FRAME, frame};
 use expertd_session::{SessionOptions, SessionParts, socket};
 use expertd_shm::WaitPolicy;
+use expertd_shm::wait::spin_between_steps;
 
-use crate::confine::confine;
-
+use crate::confine::{confine, limit};
 use crate::control::{self, Ready, Setup};
 use crate::files::confine_files;
-use expertd_network::wire::{decode, store};
-use expertd_network::{Endpoint, Library, NetworkError, Relay, Waiting, random_name};
+use expertd_network::{Endpoint, Library, NetworkError, Relay, Spin, Waiting, accept_request, random_name};
 
 /// How long the service may take to open the session.
 const OPENING: Duration = Duration::from_secs(10);
@@ -45,7 +44,6 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
     }
     let mut endpoint =
         Endpoint::new(&library, &random_name("agent"), &setup.transports, session.rows.clone())?;
-    endpoint.connect(&setup.client)?;
     let ready = Ready {
         card: endpoint.card()?,
         session: session.opened.session,
@@ -53,11 +51,15 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
         spin_us: session.opened.spin_us,
     };
     end_with_sockets(control.try_clone()?, session.socket.try_clone()?)?;
-    // The agent can be reached from now on.
+    limit()?;
     confine()?;
+    // From here on the client has a say: its metadata is read, and it can reach this process.
+    endpoint.connect(&setup.client)?;
     control::send_ready(control, &ready)?;
     let mut relay = Relay::new(endpoint, session.opened.hidden);
-    let mut waiting = Waiting::new(Duration::from_micros(session.opened.spin_us.into()));
+    let computing = Duration::from_micros(session.opened.spin_us.into());
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut waiting = Waiting::new(Spin { computing, between: spin_between_steps(computing, cores) });
     loop {
         let mut worked = take_requests(&mut relay, &mut session)?;
         while let Some(completion) = session.completions.try_pop()? {
@@ -68,7 +70,8 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
             waiting.restart();
             continue;
         }
-        let Some(pause) = waiting.pause(relay.endpoint.is_sending()) else { continue };
+        let is_computing = !relay.calls.is_empty();
+        let Some(pause) = waiting.pause(relay.endpoint.is_sending(), is_computing) else { continue };
         let policy = WaitPolicy::within(Duration::ZERO, pause);
         let completions = &mut session.completions;
         if let Ok(completion) = session.client_bell.wait_for(policy, || completions.try_pop().transpose()) {
@@ -95,14 +98,7 @@ fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, 
     let SessionParts { opened, rows, requests, .. } = session;
     let mut count = 0;
     endpoint.poll(|message| {
-        let (request, bytes) = decode::<RequestRecord>(message)?;
-        if calls.len() >= opened.calls as usize || calls.contains_key(&request.call) {
-            let text =
-                format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
-            return Err(NetworkError::Protocol(text));
-        }
-        store(rows, &places.of_request(&request), bytes)?;
-        calls.insert(request.call, request);
+        let request = accept_request(message, rows, places, calls, opened.calls)?;
         if !requests.try_push(&request)? {
             return Err(NetworkError::Protocol("more calls than the session allows".to_owned()));
         }

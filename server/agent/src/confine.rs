@@ -37,6 +37,12 @@ const WRITING: i32 =
 /// Families of sockets that remain.
 const FAMILIES: [i32; 3] = [libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
 
+/// Private memory that an agent may add once it serves its client. What waits for a client that does not read is kept there: with as many
+/// calls as a session may have, 64 MiB each way.
+const MORE_MEMORY: u64 = 256 << 20;
+/// Descriptors, and so connections, that an agent may have.
+const DESCRIPTORS: u64 = 256;
+
 /// Calls that are denied on every architecture.
 const DENIED: &[c_long] = &[
     // What changes files, and ways to open them whose flags a filter cannot see.
@@ -151,6 +157,34 @@ pub(crate) fn confine() -> io::Result<()> {
         -1 => Err(io::Error::last_os_error()),
         thread => Err(io::Error::other(format!("thread {thread} has another filter of system calls"))),
     }
+}
+
+/// Limits memory and descriptors of this process, so that a client which never reads, or strangers who connect, end the agent and not the
+/// service.
+///
+/// # Errors
+/// If the kernel does not say how much memory the process has, or refuses.
+pub(crate) fn limit() -> io::Result<()> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let data = status.lines().find_map(|line| line.strip_prefix("VmData:"));
+    let data = data.and_then(|text| text.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    let data = data.ok_or_else(|| io::Error::other("/proc/self/status has no VmData"))?;
+    limit_to(libc::RLIMIT_DATA, data * 1024 + MORE_MEMORY)?;
+    limit_to(libc::RLIMIT_NOFILE, DESCRIPTORS)?;
+    limit_to(libc::RLIMIT_CORE, 0)
+}
+
+#[allow(unsafe_code, reason = "asks the kernel")]
+fn limit_to(resource: libc::__rlimit_resource_t, most: u64) -> io::Result<()> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the limit lives during both calls.
+    let status = unsafe {
+        libc::getrlimit(resource, &raw mut limit);
+        let most = most.min(limit.rlim_max);
+        limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+        libc::setrlimit(resource, &raw const limit)
+    };
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn filter() -> Vec<sock_filter> {

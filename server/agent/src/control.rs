@@ -57,6 +57,8 @@ struct SetupHead {
     ports: [u32; 2],
     /// Lengths of metadata, transports, device and library.
     lengths: [u32; 4],
+    ipv6: u32,
+    reserved: u32,
 }
 
 #[repr(C)]
@@ -89,6 +91,8 @@ pub fn send_setup(control: &UnixStream, setup: &Setup, session: &UnixStream) -> 
         has_ports: transports.ports.is_some().into(),
         ports: [first.into(), last.into()],
         lengths: parts.map(|part| part.len() as u32),
+        ipv6: transports.ipv6.into(),
+        reserved: 0,
     };
     let mut payload = bytemuck::bytes_of(&head).to_vec();
     parts.iter().for_each(|part| payload.extend_from_slice(part));
@@ -122,6 +126,7 @@ pub fn receive_setup(control: &UnixStream) -> io::Result<(Setup, UnixStream)> {
             transports: given(transports),
             device: given(device),
             ports: (head.has_ports != 0).then_some((ports[0], ports[1])),
+            ipv6: head.ipv6 != 0,
         },
         library: given(library).map(PathBuf::from),
     };
@@ -216,6 +221,7 @@ mod tests {
                 transports: Some("^sm".into()),
                 device: library.as_ref().map(|_| "lo".into()),
                 ports,
+                ipv6: ports.is_some(),
             };
             let setup = Setup { client: card.clone(), rows_bytes: 4096, calls: 4, transports, library };
             send_setup(&router, &setup, &session).unwrap();

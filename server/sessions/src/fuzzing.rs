@@ -30,6 +30,12 @@ use crate::release::HeldRegion;
 use crate::session::{Opener, Session};
 use crate::shared::{SessionConfig, Shared};
 
+/// Whether an agent would be started for this request.
+#[must_use]
+pub fn accepts(request: &crate::NetworkRequest) -> bool {
+    request.check().is_ok()
+}
+
 /// Calls in flight of the sessions under test.
 const CALLS: u32 = 4;
 /// Bytes of their row areas.

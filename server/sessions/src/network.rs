@@ -54,6 +54,30 @@ pub struct NetworkRequest {
     pub calls: u32,
 }
 
+impl NetworkRequest {
+    /// Refuses what no client of this release sends, with a sentence.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let NetworkRequest { version, card, rows_bytes, calls } = self;
+        if *version != VERSION {
+            return Err(format!(
+                "the client speaks version {version} of network sessions, this service version {VERSION}; use client and service of \
+                 the same release"
+            ));
+        }
+        if !calls.is_power_of_two() || *calls > MAX_CALLS {
+            return Err(format!("calls is {calls}, must be a power of two of at most {MAX_CALLS}"));
+        }
+        if *rows_bytes == 0 || rows_bytes % PAGE as u64 != 0 {
+            return Err(format!("rows_bytes is {rows_bytes}, must be whole pages of {PAGE} bytes"));
+        }
+        let metadata = card.metadata.len();
+        if metadata == 0 || metadata > MAX_METADATA {
+            return Err(format!("metadata has {metadata} bytes, must have 1 to {MAX_METADATA}"));
+        }
+        Ok(())
+    }
+}
+
 /// Opens network sessions.
 pub struct NetworkSessions {
     shared: Arc<Shared>,
@@ -150,7 +174,7 @@ impl Starting {
         theirs: UnixStream,
         to_ready: oneshot::Sender<Result<Ready, String>>,
     ) -> String {
-        let seat = match self.check().and_then(|()| self.take_seat()) {
+        let seat = match self.request.check().and_then(|()| self.take_seat()) {
             Ok(seat) => seat,
             Err(reason) => {
                 let _ = to_ready.send(Err(reason.clone()));
@@ -177,27 +201,6 @@ impl Starting {
             Ok(status) => format!("its agent has ended ({status})"),
             Err(error) => format!("its agent has ended ({error})"),
         })
-    }
-
-    fn check(&self) -> Result<(), String> {
-        let NetworkRequest { version, card, rows_bytes, calls } = &self.request;
-        if *version != VERSION {
-            return Err(format!(
-                "the client speaks version {version} of network sessions, this service version {VERSION}; use client and service of \
-                 the same release"
-            ));
-        }
-        if !calls.is_power_of_two() || *calls > MAX_CALLS {
-            return Err(format!("calls is {calls}, must be a power of two of at most {MAX_CALLS}"));
-        }
-        if *rows_bytes == 0 || rows_bytes % PAGE as u64 != 0 {
-            return Err(format!("rows_bytes is {rows_bytes}, must be whole pages of {PAGE} bytes"));
-        }
-        let metadata = card.metadata.len();
-        if metadata == 0 || metadata > MAX_METADATA {
-            return Err(format!("metadata has {metadata} bytes, must have 1 to {MAX_METADATA}"));
-        }
-        Ok(())
     }
 
     /// Counts the session. One client has three quarters of the sessions at most.

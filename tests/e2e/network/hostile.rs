@@ -5,14 +5,16 @@ use expertd_client::network;
 use expertd_client::session::SessionError;
 use expertd_network::wire::{Head, Place, VERSION};
 use expertd_network::{Card, Endpoint, Library, Transports};
-use expertd_proto::v1::moe_client::MoeClient;
+use expertd_proto::v1::network_client::NetworkClient;
 use expertd_proto::v1::network_session_response::Message;
-use expertd_proto::v1::{NetworkSessionRequest, OpenNetworkSession};
+use expertd_proto::v1::{
+    NetworkSessionOpened, NetworkSessionRequest, NetworkSessionResponse, OpenNetworkSession,
+};
 use expertd_session::wire::RequestRecord;
 use expertd_shm::SharedRegion;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, RngExt as _, SeedableRng as _};
-use tonic::Code;
+use tonic::{Code, Status};
 
 use super::{FAMILY, LOST, agents, library, open, options, runtime, sessions, start, try_open};
 use crate::service::load::{Rows, check};
@@ -21,7 +23,7 @@ use crate::service::{Service, eventually, golden};
 /// Makes a mistake.
 type Change<'a> = &'a dyn Fn(&mut OpenNetworkSession);
 /// Bytes of a hostile client's row area.
-const ROWS: usize = 1 << 20;
+pub(super) const ROWS: usize = 1 << 20;
 
 #[test]
 #[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
@@ -39,7 +41,7 @@ fn calls_that_open_no_session_are_refused_with_a_sentence() {
         let status = runtime.block_on(async {
             let channel = expertd_client::transport::connect(&service.address).await.unwrap();
             let message = NetworkSessionRequest { open };
-            let call = MoeClient::new(channel).network_session(tokio_stream::iter([message])).await;
+            let call = NetworkClient::new(channel).session(tokio_stream::iter([message])).await;
             match call {
                 Err(status) => Some(status),
                 Ok(answers) => answers.into_inner().message().await.err(),
@@ -87,10 +89,29 @@ fn calls_that_open_no_session_are_refused_with_a_sentence() {
 struct Client {
     endpoint: Endpoint,
     /// The session ends with it.
-    _call: (
-        tokio::sync::mpsc::Sender<NetworkSessionRequest>,
-        tonic::Streaming<expertd_proto::v1::NetworkSessionResponse>,
-    ),
+    _call: OpenCall,
+}
+
+/// A call that lasts as long as its session.
+type OpenCall = (tokio::sync::mpsc::Sender<NetworkSessionRequest>, tonic::Streaming<NetworkSessionResponse>);
+
+/// Asks for a session.
+pub(super) fn open_call(
+    runtime: &tokio::runtime::Runtime,
+    service: &Service,
+    open: OpenNetworkSession,
+) -> Result<(OpenCall, NetworkSessionOpened), Status> {
+    runtime.block_on(async {
+        let channel = expertd_client::transport::connect(&service.address).await.unwrap();
+        let (sender, receiver) = tokio::sync::mpsc::channel(2);
+        sender.send(NetworkSessionRequest { open: Some(open) }).await.unwrap();
+        let messages = tokio_stream::wrappers::ReceiverStream::new(receiver);
+        let mut call = NetworkClient::new(channel).session(messages).await?.into_inner();
+        match call.message().await?.unwrap().message.unwrap() {
+            Message::Opened(opened) => Ok(((sender, call), opened)),
+            Message::Ended(reason) => panic!("{reason}"),
+        }
+    })
 }
 
 impl Client {
@@ -101,29 +122,18 @@ impl Client {
     ) -> Client {
         let rows = SharedRegion::create("rows", ROWS).unwrap().slice(0, ROWS).unwrap();
         let transports =
-            Transports { transports: Some("^sm".into()), device: Some("lo".into()), ports: None };
+            Transports { transports: Some("^sm".into()), device: Some("lo".into()), ..Transports::default() };
         let name = format!("hostile-{}", rand::random::<u64>());
         let mut endpoint = Endpoint::new(library, &name, &transports, rows).unwrap();
         let card = endpoint.card().unwrap();
-        let (call, opened) = runtime.block_on(async {
-            let channel = expertd_client::transport::connect(&service.address).await.unwrap();
-            let (sender, receiver) = tokio::sync::mpsc::channel(2);
-            let open = OpenNetworkSession {
-                version: VERSION,
-                metadata: card.metadata.into(),
-                rows_address: card.rows_address,
-                rows_bytes: ROWS as u64,
-                calls: 8,
-            };
-            sender.send(NetworkSessionRequest { open: Some(open) }).await.unwrap();
-            let messages = tokio_stream::wrappers::ReceiverStream::new(receiver);
-            let call = MoeClient::new(channel).network_session(messages).await;
-            let mut call = call.unwrap().into_inner();
-            match call.message().await.unwrap().unwrap().message.unwrap() {
-                Message::Opened(opened) => ((sender, call), opened),
-                Message::Ended(reason) => panic!("{reason}"),
-            }
-        });
+        let open = OpenNetworkSession {
+            version: VERSION,
+            metadata: card.metadata.into(),
+            rows_address: card.rows_address,
+            rows_bytes: ROWS as u64,
+            calls: 8,
+        };
+        let (call, opened) = open_call(runtime, service, open).unwrap();
         let agent = Card { metadata: opened.metadata.to_vec(), rows_address: opened.rows_address };
         endpoint.connect(&agent).unwrap();
         Client { endpoint, _call: call }

@@ -2,8 +2,13 @@
 //!
 //! They need NIXL: `EXPERTD_NIXL` names its folder. Without it they are ignored.
 
+mod access;
+mod c;
 mod faults;
+mod fleet;
 mod hostile;
+mod link;
+mod stalls;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -29,8 +34,12 @@ fn library() -> PathBuf {
 
 fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     let library = library();
-    let flags = ["--network-listen", "127.0.0.1", "--network-library", library.to_str().unwrap()];
-    Service::start(family, ranks, &[&flags, more].concat())
+    let mut flags = vec!["--network-library", library.to_str().unwrap()];
+    if !more.contains(&"--network-listen") {
+        flags.extend(["--network-listen", "127.0.0.1"]);
+    }
+    flags.extend(more);
+    Service::start(family, ranks, &flags)
 }
 
 fn options(rows_bytes: usize) -> NetworkOptions {

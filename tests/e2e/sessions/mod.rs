@@ -332,12 +332,12 @@ fn calls_that_are_invalid_fail_alone() {
 }
 
 /// Libraries of the workspace are beside the test binaries.
-fn libraries() -> PathBuf {
+pub(crate) fn libraries() -> PathBuf {
     std::env::current_exe().unwrap().parent().unwrap().to_owned()
 }
 
 /// Compiles an example in C to `program`, with further arguments for the compiler.
-fn compile_c(example: &str, program: &Path, more: &[&str]) {
+pub(crate) fn compile_c(example: &str, program: &Path, more: &[&str]) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("client/c");
     let compiled = Command::new("cc")
         .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])

@@ -7,6 +7,7 @@
 pub mod api;
 pub mod files;
 pub mod ipc;
+pub mod network;
 pub mod seeds;
 
 /// A named fuzz target.
@@ -35,6 +36,9 @@ pub const TARGETS: &[Target] = &[
     Target { name: "doorbells", binary: "fuzz-api", run: api::doorbells },
     Target { name: "cuda-session", binary: "fuzz-api", run: api::cuda_session },
     Target { name: "connection", binary: "fuzz-api", run: api::connection },
+    Target { name: "network-messages", binary: "fuzz-ipc", run: network::messages },
+    Target { name: "network-control", binary: "fuzz-ipc", run: network::control },
+    Target { name: "network-handshake", binary: "fuzz-api", run: network::handshake },
 ];
 
 /// Environment variable that selects the target of a fuzzer.

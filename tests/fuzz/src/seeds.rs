@@ -4,10 +4,11 @@ use bytemuck::Zeroable as _;
 use expertd_ipc::control::{FromRank, ToRank};
 use expertd_ipc::{Completion, Segment};
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
-use expertd_proto::v1::{DType, ForwardRequest};
+use expertd_network::wire::Head;
+use expertd_proto::v1::{DType, ForwardRequest, NetworkSessionRequest, OpenNetworkSession};
 use expertd_session::cuda::wire::{ControlLayout, KIND_CUDA, OpenCuda, PreparedCall, Ring, RoutingLayout};
 use expertd_session::wire::{
-    FrameHeader, KIND_HOST, Open, RegionLayout, RequestRecord, VERSION, frame as kind,
+    CompletionRecord, FrameHeader, KIND_HOST, Open, RegionLayout, RequestRecord, VERSION, frame as kind,
 };
 use prost::Message as _;
 
@@ -51,6 +52,9 @@ pub fn all() -> Vec<Seed> {
         add("request", request.encode_to_vec());
         add("connection", connection(&request.encode_to_vec()));
     }
+    add("network-messages", network_messages());
+    add("network-control", network_control());
+    add("network-handshake", network_handshake());
     for text in [
         "250m",
         "99999999H",
@@ -112,6 +116,58 @@ fn ring() -> Vec<u8> {
         words.push(stamp);
     }
     words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect()
+}
+
+/// A request with its rows, its completion with output and routing, and a request whose rows were written one-sidedly.
+fn network_messages() -> Vec<u8> {
+    let request = RequestRecord {
+        call: 7,
+        rows: 64,
+        output: 128,
+        ids: 256,
+        weights: 320,
+        tokens: 3,
+        k: 2,
+        dtype: DType::DtypeBf16 as u32,
+        flags: RequestRecord::RETURN_ROUTING,
+        ..RequestRecord::zeroed()
+    };
+    let completion = CompletionRecord { call: 7, ..CompletionRecord::zeroed() };
+    let message = |end: u8, kind: u32, record: &[u8], bytes: usize| {
+        let head = Head { kind, inline_bytes: bytes as u32 };
+        let message = [bytemuck::bytes_of(&head), record, &vec![1; bytes]].concat();
+        [&(message.len() as u16).to_le_bytes()[..], &[end], &message].concat()
+    };
+    // Three rows of four elements in bf16; ids and weights of two experts each.
+    let plain = RequestRecord { flags: RequestRecord::GIVEN_ROUTING, ..request };
+    [
+        message(0, 1, bytemuck::bytes_of(&request), 24),
+        message(1, 2, bytemuck::bytes_of(&completion), 24 + 48),
+        message(0, 1, bytemuck::bytes_of(&plain), 24 + 48),
+        message(0, 1, bytemuck::bytes_of(&RequestRecord { call: 8, ..request }), 0),
+    ]
+    .concat()
+}
+
+/// What an agent tells the router: how it can be reached, and why it has ended.
+fn network_control() -> Vec<u8> {
+    let frame = |kind: u32, payload: &[u8]| {
+        [bytemuck::bytes_of(&FrameHeader { kind, bytes: payload.len() as u32 }), payload].concat()
+    };
+    let head: Vec<u8> = [1_u64 << 40, 3, 64 | 7 << 32].iter().flat_map(|word| word.to_le_bytes()).collect();
+    [frame(2, &[&head[..], b"metadata"].concat()), frame(3, b"the client has ended the session")].concat()
+}
+
+/// A client that asks for a session.
+fn network_handshake() -> Vec<u8> {
+    let open = OpenNetworkSession {
+        version: expertd_network::wire::VERSION,
+        metadata: vec![1; 300].into(),
+        rows_address: 1 << 40,
+        rows_bytes: 1 << 20,
+        calls: 64,
+    };
+    NetworkSessionRequest { open: Some(open) }.encode_to_vec()
 }
 
 /// Tables with two segments of f32 and bf16 rows of four elements, the second one in memory 7: a valid one, and one for each way

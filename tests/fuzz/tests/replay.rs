@@ -60,6 +60,7 @@ fn seeds_are_accepted() {
             "header" => expertd_model::fuzzing::header(&seed.data).expect("a valid header"),
             "index" => expertd_model::fuzzing::index(&seed.data).expect("a valid index"),
             "doorbells" => assert_eq!(expertd_sessions::fuzzing::cuda::doorbells(&seed.data), 6),
+            "network-messages" => assert_eq!(expertd_fuzz::network::accepted(&seed.data), 4),
             _ => {}
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use expertd_proto::v1::moe_server::Moe;
 use expertd_proto::v1::{
     ForwardRequest, ForwardResponse, ForwardStreamRequest, GetModelRequest, GetModelResponse,
-    ListModelsRequest, ListModelsResponse, NetworkSessionRequest,
+    ListModelsRequest, ListModelsResponse,
 };
 use tonic::{Request, Response, Status, Streaming};
 
@@ -16,7 +16,6 @@ use expertd_telemetry::RequestMetrics;
 use super::call::Call;
 use super::convert;
 use super::forward::{Taken, answer, take_in};
-use super::network::{self, NetworkAnswers, NetworkSessions};
 use super::stream::{Answers, answers};
 use crate::status::status_of;
 
@@ -25,22 +24,18 @@ pub(crate) struct MoeService {
     backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
     stream_metrics: Arc<RequestMetrics>,
-    network: Option<Arc<dyn NetworkSessions>>,
 }
 
 impl MoeService {
     /// `metrics` are those of unary calls; streams record their own.
-    pub(crate) fn new(
-        backend: Arc<dyn Backend>,
-        metrics: Arc<RequestMetrics>,
-        network: Option<Arc<dyn NetworkSessions>>,
-    ) -> MoeService {
+    pub(crate) fn new(backend: Arc<dyn Backend>, metrics: Arc<RequestMetrics>) -> MoeService {
         let stream_metrics = Arc::new(RequestMetrics::new("ForwardStream"));
-        MoeService { backend, metrics, stream_metrics, network }
+        MoeService { backend, metrics, stream_metrics }
     }
 }
 
-fn call_of<T>(request: &Request<T>) -> Result<Call, Status> {
+/// The context of a call.
+pub(super) fn call_of<T>(request: &Request<T>) -> Result<Call, Status> {
     let call = request.extensions().get::<Call>().cloned();
     call.ok_or_else(|| Status::internal("the call has no context"))
 }
@@ -91,14 +86,5 @@ impl Moe for MoeService {
         let model = self.backend.model();
         check_model(&model, &request.get_ref().name).map_err(status_of)?;
         Ok(Response::new(convert::model(&model)))
-    }
-    type NetworkSessionStream = NetworkAnswers;
-
-    async fn network_session(
-        &self,
-        request: Request<Streaming<NetworkSessionRequest>>,
-    ) -> Result<Response<NetworkAnswers>, Status> {
-        let call = call_of(&request)?;
-        network::open(self.network.as_ref(), &*self.backend, call, request).await
     }
 }

@@ -1,10 +1,11 @@
-//! `NetworkSession`: the call that opens a session of a client on another host. The session ends with the call.
+//! `expertd.v1.Network`: the call that opens a session of a client on another host. The session ends with the call.
 
 use std::pin::Pin;
 use std::sync::Arc;
 
 use expertd_core::backend::{Backend, ClientKey};
 use expertd_core::failure::{Failure, one_line};
+use expertd_proto::v1::network_server::Network;
 use expertd_proto::v1::network_session_response::Message;
 use expertd_proto::v1::{
     NetworkSessionOpened, NetworkSessionRequest, NetworkSessionResponse, OpenNetworkSession,
@@ -16,6 +17,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::call::Call;
 use super::convert;
+use super::moe::call_of;
 use crate::status::status_of;
 
 /// Opens sessions of clients on other hosts.
@@ -34,36 +36,47 @@ pub struct NetworkSession {
     pub guard: Box<dyn Send + Sync>,
 }
 
-/// The answers of a call.
-pub(crate) type NetworkAnswers = Pin<Box<dyn Stream<Item = Result<NetworkSessionResponse, Status>> + Send>>;
+/// `expertd.v1.Network` over a backend.
+pub(crate) struct NetworkService {
+    pub(crate) backend: Arc<dyn Backend>,
+    /// `None` without `--network-listen`.
+    pub(crate) sessions: Option<Arc<dyn NetworkSessions>>,
+}
 
-/// Opens the session that the first message asks for.
-pub(crate) async fn open(
-    sessions: Option<&Arc<dyn NetworkSessions>>,
-    backend: &dyn Backend,
-    call: Call,
-    request: Request<Streaming<NetworkSessionRequest>>,
-) -> Result<Response<NetworkAnswers>, Status> {
-    let Some(sessions) = sessions else {
-        let text = "this service has no network sessions; start it with --network-listen";
-        return Err(Status::failed_precondition(text));
-    };
-    let mut inbound = request.into_inner();
-    let first = inbound.next().await.transpose()?.and_then(|message| message.open);
-    let Some(asked) = first else {
-        return Err(status_of(Failure::field("open", "the first message must open a session")));
-    };
-    let NetworkSession { opened, ended, guard } = sessions.open(call.client, asked);
-    let opened = match opened.await {
-        Ok(Ok(opened)) => opened,
-        Ok(Err(reason)) => return Err(Status::resource_exhausted(one_line(&reason))),
-        Err(_) => return Err(Status::internal("the session's agent could not be started")),
-    };
-    let model = Some(convert::model(&backend.model()));
-    let first = Message::Opened(NetworkSessionOpened { model, ..opened });
-    let open = Open { first: Some(first), inbound, call, ended, _guard: guard, is_over: false };
-    let answers = unfold(open, |mut open| async move { open.next().await.map(|answer| (Ok(answer), open)) });
-    Ok(Response::new(Box::pin(answers)))
+/// The answers of a call.
+type Answers = Pin<Box<dyn Stream<Item = Result<NetworkSessionResponse, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Network for NetworkService {
+    type SessionStream = Answers;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<NetworkSessionRequest>>,
+    ) -> Result<Response<Answers>, Status> {
+        let Some(sessions) = &self.sessions else {
+            let text = "this service has no network sessions; start it with --network-listen";
+            return Err(Status::failed_precondition(text));
+        };
+        let call = call_of(&request)?;
+        let mut inbound = request.into_inner();
+        let first = inbound.next().await.transpose()?.and_then(|message| message.open);
+        let Some(asked) = first else {
+            return Err(status_of(Failure::field("open", "the first message must open a session")));
+        };
+        let NetworkSession { opened, ended, guard } = sessions.open(call.client, asked);
+        let opened = match opened.await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(reason)) => return Err(Status::resource_exhausted(one_line(&reason))),
+            Err(_) => return Err(Status::internal("the session's agent could not be started")),
+        };
+        let model = Some(convert::model(&self.backend.model()));
+        let first = Message::Opened(NetworkSessionOpened { model, ..opened });
+        let open = Open { first: Some(first), inbound, call, ended, _guard: guard, is_over: false };
+        let answers =
+            unfold(open, |mut open| async move { open.next().await.map(|answer| (Ok(answer), open)) });
+        Ok(Response::new(Box::pin(answers)))
+    }
 }
 
 /// An open session.

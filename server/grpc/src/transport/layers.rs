@@ -32,7 +32,7 @@ use expertd_telemetry::{RequestMetrics, TraceParent, code_name, names};
 
 const FORWARD: &str = "/expertd.v1.Moe/Forward";
 const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
-const NETWORK_SESSION: &str = "/expertd.v1.Moe/NetworkSession";
+const NETWORK_SESSION: &str = "/expertd.v1.Network/Session";
 const GET_MODEL: &str = "/expertd.v1.Moe/GetModel";
 const MOE: &str = "/expertd.v1.Moe/";
 const HEALTH: &str = "/grpc.health.v1.Health/";
@@ -262,7 +262,7 @@ where
         let Services { budget, public, access, .. } = &*self.services;
         let path = request.uri().path();
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
-        let public = public.as_ref().filter(|_| path.starts_with(MOE));
+        let public = public.as_ref().filter(|_| path.starts_with(MOE) || path == NETWORK_SESSION);
         let forward = public.is_some() && (streaming || unary);
         let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {

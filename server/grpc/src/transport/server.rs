@@ -6,6 +6,7 @@ use std::time::Duration;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::admin_server::AdminServer;
 use expertd_proto::v1::moe_server::MoeServer;
+use expertd_proto::v1::network_server::NetworkServer;
 use metrics::gauge;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -23,7 +24,7 @@ use crate::service::admin::AdminService;
 use crate::service::description::ModelDescription;
 use crate::service::health;
 use crate::service::moe::MoeService;
-use crate::service::network::NetworkSessions;
+use crate::service::network::{NetworkService, NetworkSessions};
 use expertd_core::backend::Backend;
 use expertd_telemetry::{RequestMetrics, names};
 
@@ -171,12 +172,12 @@ impl Server {
             Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
         let access = self.access;
         let metrics = Arc::new(RequestMetrics::new("Forward"));
-        let moe =
-            MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics), self.network))
-                .max_decoding_message_size(limits.max_message_bytes)
-                .max_encoding_message_size(usize::MAX);
+        let moe = MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics)))
+            .max_decoding_message_size(limits.max_message_bytes)
+            .max_encoding_message_size(usize::MAX);
+        let network = NetworkService { backend: Arc::clone(&self.backend), sessions: self.network };
         let services = Services {
-            routes: shared.clone().add_service(moe).prepare(),
+            routes: shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
             access: Arc::clone(&access),
             budget: Arc::clone(&budget),
             public: Some(Public {

@@ -36,6 +36,9 @@ pub(super) struct Machine {
     pub(super) spin: Duration,
 }
 
+/// Cores beside those of CPU ranks from which the router's threads may spin.
+const SPARE_CORES: usize = 4;
+
 impl Machine {
     /// Whether CPU ranks hold further experts beside one source rank.
     pub(super) const fn is_mixed(&self) -> bool {
@@ -95,8 +98,11 @@ impl Machine {
             DeviceKind::Cuda => share_cores_near(&cores, &nodes),
         };
         nodes.resize(ranks as usize, None);
-        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs.
-        let spare_cores = device == DeviceKind::Cuda && usable_cores > 2 * ranks as usize;
+        // GPU ranks leave most of their cores idle; CPU ranks use all of theirs, and the rest is for other threads.
+        let spare_cores = match device {
+            DeviceKind::Cuda => usable_cores > 2 * ranks as usize,
+            DeviceKind::Cpu => available_cores().len() >= cores.len() + SPARE_CORES,
+        };
         let spin = if spare_cores { SPIN_TIME } else { Duration::ZERO };
         Ok(Machine { device, ranks, sources, gpus, fp8_products, usable_cores, shares, nodes, spin })
     }

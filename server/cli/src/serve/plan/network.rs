@@ -31,7 +31,8 @@ pub(super) fn config(given: &Given, insecure: bool) -> Result<Option<NetworkConf
         )
     };
     // Memory that processes of one host share belongs to host sessions.
-    let transports = Transports { transports: Some("^sm".to_owned()), device, ports };
+    let transports = Some("^sm".to_owned());
+    let transports = Transports { transports, device, ports, ipv6: ip.to_canonical().is_ipv6() };
     let library = given.network_library.0.clone();
     Ok(Some(NetworkConfig {
         transports,
@@ -74,6 +75,7 @@ mod tests {
         assert_eq!(transports("127.0.0.1").device.as_deref(), Some("lo"));
         assert_eq!(transports("127.0.0.1:0").ports, None);
         assert_eq!(transports("127.0.0.1:18500-18563").ports, Some((18500, 18563)));
+        assert_eq!(["[::1]", "127.0.0.1"].map(|listen| transports(listen).ipv6), [true, false]);
         assert_eq!((transports("0.0.0.0").device, transports("[::]:7").ports), (None, Some((7, 7))));
         for wrong in ["", "localhost", "127.0.0.1:9-8", "127.0.0.1:0-8", "127.0.0.1:70000", "127.0.0.1:"] {
             assert!(of(wrong, true).unwrap_err().contains("IP:FIRST-LAST"), "{wrong}");
