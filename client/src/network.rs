@@ -189,17 +189,21 @@ impl Stream {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(&failed)?;
         let (address, credentials) = (address.to_owned(), options.credentials.clone());
         let thread = std::thread::Builder::new().name("expertd-net-call".to_owned());
+        let timeout = options.session.timeout;
         let body = move || {
             runtime.block_on(async move {
-                let (alive, call) = match begin(&address, &credentials, open).await {
-                    Ok((alive, call, opened)) => {
+                let begun = tokio::time::timeout(timeout, begin(&address, &credentials, open)).await;
+                let (alive, call) = match begun {
+                    Ok(Ok((alive, call, opened))) => {
                         let _ = to_opened.send(Ok(opened));
                         (alive, call)
                     }
-                    Err(error) => {
+                    Ok(Err(error)) => {
                         let _ = to_opened.send(Err(error));
                         return;
                     }
+                    // Nobody waits any more.
+                    Err(_) => return,
                 };
                 follow(alive, call, is_over, ends).await;
             });

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_session::memory::{ServiceRings, SessionMemory};
-use expertd_session::wire::{MAX_CLIENT_FRAME, frame};
+use expertd_session::wire::{CompletionRecord, MAX_CLIENT_FRAME, RequestRecord, frame};
 use expertd_session::{Session, SessionOptions, socket};
 use expertd_shm::WaitPolicy;
 use expertd_shm::wait::SPIN_TIME;
@@ -21,6 +21,9 @@ use crate::relay::{Relay, Spin, Waiting, accept_completion};
 
 /// How long the relay sleeps while no call is in flight, unless its client starts one.
 const IDLE: Duration = Duration::from_millis(50);
+
+/// Code of gRPC.
+const INVALID_ARGUMENT: u32 = 3;
 
 /// Cores of a host from which two threads that spin take nothing.
 const SPARE_CORES: usize = 4;
@@ -108,12 +111,13 @@ impl ClientEnd {
         let spin = options.spin.unwrap_or_else(|| own_spin(&opened));
         let live = Live::new(&end);
         std::thread::Builder::new().name("expertd-network".to_owned()).spawn(move || {
-            if let Err(error) = self.serve(&ours, &opened, spin, &of_relay) {
+            let ours = Shut(ours);
+            if let Err(error) = self.serve(&ours.0, &opened, spin, &of_relay) {
                 of_relay.end(&error.to_string());
             }
             drop(live);
-            let _ = socket::send(&ours, frame::ENDED, of_relay.reason().as_bytes());
-            let _ = ours.shutdown(std::net::Shutdown::Both);
+            let _ = socket::send(&ours.0, frame::ENDED, of_relay.reason().as_bytes());
+            drop(ours);
             on_end();
         })?;
         let session = Session::over(theirs, name, options);
@@ -142,7 +146,7 @@ impl ClientEnd {
         while !end.has_ended() {
             let mut worked = take_completions(&mut relay, &memory, &mut rings)?;
             while let Some(request) = rings.requests.try_pop()? {
-                start(&mut relay, request)?;
+                start(&mut relay, &memory, &mut rings, request)?;
                 worked = true;
             }
             if worked {
@@ -162,11 +166,20 @@ impl ClientEnd {
                 rings.requests.try_pop().map(|request| request.map(Some)).transpose()
             });
             if let Ok(Some(request)) = woken.unwrap_or(Ok(None)) {
-                start(&mut relay, request)?;
+                start(&mut relay, &memory, &mut rings, request)?;
                 waiting.restart();
             }
         }
         Ok(())
+    }
+}
+
+/// A socket that is shut down when its thread ends, also by a panic: another thread holds it open.
+struct Shut(UnixStream);
+
+impl Drop for Shut {
+    fn drop(&mut self) {
+        let _ = self.0.shutdown(std::net::Shutdown::Both);
     }
 }
 
@@ -177,11 +190,29 @@ fn own_spin(opened: &Opened) -> Duration {
     if cores >= SPARE_CORES { advised.max(SPIN_TIME) } else { advised }
 }
 
-/// Sends a call to the service.
-fn start(relay: &mut Relay, request: expertd_session::wire::RequestRecord) -> Result<(), NetworkError> {
+/// Sends a call to the service; answers one whose bytes cannot travel.
+fn start(
+    relay: &mut Relay,
+    memory: &SessionMemory,
+    rings: &mut ServiceRings,
+    request: RequestRecord,
+) -> Result<(), NetworkError> {
+    let places = relay.places.of_request(&request).filter(|_| relay.places.of_answer(&request).is_some());
+    let Some(places) = places else {
+        let text = "rows, routing and output of a call must lie in the session's memory and not be empty; over a network, k must be given";
+        complete(rings, &CompletionRecord::failed(request.call, INVALID_ARGUMENT, text))?;
+        memory.client_bell().ring();
+        return Ok(());
+    };
     relay.calls.insert(request.call, request);
-    let places = relay.places.of_request(&request);
     relay.send(&request, &places)
+}
+
+fn complete(rings: &mut ServiceRings, completion: &CompletionRecord) -> Result<(), NetworkError> {
+    if rings.completions.try_push(completion)? {
+        return Ok(());
+    }
+    Err(NetworkError::Protocol("more completions than there are calls".to_owned()))
 }
 
 /// Passes the completions that have arrived to the client. Returns whether there were any.
@@ -196,9 +227,7 @@ fn take_completions(
         let Some(completion) = accept_completion(message, memory.rows(), places, calls)? else {
             return Ok(());
         };
-        if !rings.completions.try_push(&completion)? {
-            return Err(NetworkError::Protocol("more completions than there are calls".to_owned()));
-        }
+        complete(rings, &completion)?;
         count += 1;
         Ok(())
     })?;

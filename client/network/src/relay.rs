@@ -9,7 +9,7 @@ use expertd_shm::region::SharedSlice;
 
 use crate::endpoint::Endpoint;
 use crate::library::NetworkError;
-use crate::wire::{Place, Places, Record, decode, encode, store};
+use crate::wire::{Place, Places, Record, are_missing, decode, encode, store};
 
 /// Pauses between two polls of the network, with the time since the last event from which they hold. A transport has no descriptor to
 /// sleep on.
@@ -18,6 +18,9 @@ const PAUSES: [(Duration, Duration); 3] = [
     (Duration::from_millis(10), Duration::from_micros(100)),
     (Duration::ZERO, Duration::from_micros(20)),
 ];
+
+/// How long a thread polls without a pause while bytes of its own are under way.
+const SENDING: Duration = Duration::from_millis(10);
 
 /// An endpoint, with the calls in flight.
 #[derive(Debug)]
@@ -65,7 +68,11 @@ pub fn accept_request(
         let text = format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
         return Err(NetworkError::Protocol(text));
     }
-    store(rows, &places.of_request(&request), bytes)?;
+    let own = places.of_request(&request).filter(|_| places.of_answer(&request).is_some());
+    let own = own.ok_or_else(|| {
+        NetworkError::Protocol(format!("call {} with places outside its rows", request.call))
+    })?;
+    store(rows, &own, bytes)?;
     calls.insert(request.call, request);
     Ok(request)
 }
@@ -83,7 +90,12 @@ pub fn accept_completion(
 ) -> Result<Option<CompletionRecord>, NetworkError> {
     let (completion, bytes) = decode::<CompletionRecord>(message)?;
     let Some(request) = calls.remove(&completion.call) else { return Ok(None) };
-    store(rows, &places.of_answer(&request), bytes)?;
+    let own = if completion.code == 0 { places.of_answer(&request) } else { None };
+    let own = own.unwrap_or_default();
+    if are_missing(&own, bytes) {
+        return Err(NetworkError::Protocol(format!("call {} was answered without its output", request.call)));
+    }
+    store(rows, &own, bytes)?;
     Ok(Some(completion))
 }
 
@@ -125,8 +137,8 @@ impl Waiting {
             std::hint::spin_loop();
             return None;
         }
-        if is_sending {
-            // The transport moves bytes only while it is polled.
+        // The transport moves bytes only while it is polled. A peer that does not read costs no core.
+        if is_sending && quiet < SENDING {
             std::thread::yield_now();
             return None;
         }

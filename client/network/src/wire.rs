@@ -61,19 +61,19 @@ pub struct Places {
 }
 
 impl Places {
-    /// The places that the service reads: rows, ids and weights, token ids. Empty if one of them does not lie in the row area: such a
-    /// call is sent without bytes, and the service refuses it.
+    /// The places that the service reads: rows, ids and weights, token ids. `None` if one of them has no bytes or does not lie in the row
+    /// area: such a call does not travel. So `k` must be given, which is 0 in calls of host sessions for the layer's own number.
     #[must_use]
-    pub fn of_request(&self, record: &RequestRecord) -> Vec<Place> {
+    pub fn of_request(&self, record: &RequestRecord) -> Option<Vec<Place>> {
         let has = |flag| record.flags & flag != 0;
         let routing = has(RequestRecord::GIVEN_ROUTING);
         let token_ids = has(RequestRecord::TOKEN_IDS).then(|| self.words(record, record.token_ids, 1));
         self.all(record, record.rows, routing, token_ids)
     }
 
-    /// The places that the service has written: output, ids and weights. Empty as for a request.
+    /// The places that the service writes: output, ids and weights. `None` as for a request.
     #[must_use]
-    pub fn of_answer(&self, record: &RequestRecord) -> Vec<Place> {
+    pub fn of_answer(&self, record: &RequestRecord) -> Option<Vec<Place>> {
         let routing = record.flags & RequestRecord::RETURN_ROUTING != 0;
         self.all(record, record.output, routing, None)
     }
@@ -84,7 +84,7 @@ impl Places {
         rows: u64,
         routing: bool,
         token_ids: Option<Option<Place>>,
-    ) -> Vec<Place> {
+    ) -> Option<Vec<Place>> {
         let row = DType::from_code(record.dtype).and_then(|dtype| self.hidden.checked_mul(dtype.size()));
         let rows = row.and_then(|row| self.place(rows, (record.tokens as usize).checked_mul(row)?));
         let mut places = vec![rows];
@@ -93,8 +93,7 @@ impl Places {
             places.extend([self.words(record, record.ids, k), self.words(record, record.weights, k)]);
         }
         places.extend(token_ids);
-        let all: Option<Vec<Place>> = places.into_iter().collect();
-        all.unwrap_or_default()
+        places.into_iter().collect()
     }
 
     /// `[tokens, width]` words of 32 bits.
@@ -193,6 +192,12 @@ pub fn store(rows: &SharedSlice<u8>, places: &[Place], bytes: &[u8]) -> Result<(
     Ok(())
 }
 
+/// Whether a record came without bytes that would have travelled with it.
+#[must_use]
+pub fn are_missing(places: &[Place], bytes: &[u8]) -> bool {
+    bytes.is_empty() && (1..=INLINE_BYTES).contains(&total(places))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -225,7 +230,7 @@ mod tests {
         let mut record = RequestRecord { tokens: 8, dtype: 3, rows: 4096, ..RequestRecord::zeroed() };
         record.flags = RequestRecord::GIVEN_ROUTING | RequestRecord::TOKEN_IDS;
         (record.k, record.ids, record.weights, record.token_ids) = (2, 8192, 8256, 8320);
-        let own = places.of_request(&record);
+        let own = places.of_request(&record).unwrap();
         let bytes = [8 * 64 * 4, 64, 64, 32];
         assert_eq!(own.iter().map(|place| place.bytes).collect::<Vec<_>>(), bytes);
         let mut message = Vec::new();
@@ -239,13 +244,15 @@ mod tests {
             |at: usize| own.iter().any(|place| (place.start..place.start + place.bytes).contains(&at));
         assert!(copy.iter().enumerate().all(|(at, &byte)| byte == if stored(at) { 3 } else { 0 }));
         assert!(store(&to, &own[1..], inline).is_err(), "bytes of other places");
+        assert!(are_missing(&own, &[]) && !are_missing(&own, inline) && !are_missing(&[], &[]));
         assert!(decode::<CompletionRecord>(&message).is_err(), "another kind");
         assert!(decode::<RequestRecord>(&message[..message.len() - 1]).is_err(), "a byte is missing");
 
         record.tokens = 1024;
-        let own = places.of_request(&record);
+        let own = places.of_request(&record).unwrap();
         assert_eq!(encode(&record, &from, &own, &mut message), own);
         assert_eq!(message.len(), 8 + 88);
+        assert!(!are_missing(&own, &[]), "many bytes travel apart");
     }
 
     proptest! {
@@ -266,7 +273,12 @@ mod tests {
             }
             let places = Places { hidden: 64, rows_bytes: ROWS };
             let rows = area(0);
-            for own in [places.of_request(&record), places.of_answer(&record)] {
+            let routed = record.flags & (RequestRecord::GIVEN_ROUTING | RequestRecord::RETURN_ROUTING) != 0;
+            if record.k == 0 && routed {
+                prop_assert!(places.of_request(&record).is_none() || places.of_answer(&record).is_none());
+            }
+            for own in [places.of_request(&record), places.of_answer(&record)].into_iter().flatten() {
+                prop_assert!(own.iter().all(|place| place.bytes > 0));
                 prop_assert!(own.iter().all(|place| place.is_within(ROWS)));
                 let mut message = Vec::new();
                 let rest = encode(&record, &rows, &own, &mut message);

@@ -88,8 +88,9 @@ fn answer(
 ) -> Result<(), NetworkError> {
     // The service answers calls that it was sent, each once.
     let Some(request) = relay.calls.remove(&completion.call) else { return Ok(()) };
-    let places = if completion.code == 0 { relay.places.of_answer(&request) } else { Vec::new() };
-    relay.send(completion, &places)
+    // The places were looked at when the request came.
+    let places = if completion.code == 0 { relay.places.of_answer(&request) } else { None };
+    relay.send(completion, &places.unwrap_or_default())
 }
 
 /// Passes the requests that have arrived to the service. Returns whether there were any.

@@ -2,7 +2,7 @@
 //!
 //! Whoever controls an agent has the service's user, and could write its files, connect to its Unix sockets and send signals to its
 //! processes. A filter of system calls takes that away: no changes of files, programs, processes, signals, System V memory, or sockets but
-//! those of IP. It is a list of what is denied, because UCX and the C library need more calls than can be foreseen for every network
+//! those of IP, and no call that is newer than the filter. It is a list of what is denied, because UCX and the C library need more calls than can be foreseen for every network
 //! device; it contains everything that opens something by a name or a number, but reading of files ([`crate::files`]).
 
 use std::io;
@@ -19,6 +19,7 @@ const ARCHITECTURE: u32 = 0xC000_00B7;
 const NUMBER: u32 = 0;
 const ARCH: u32 = 4;
 const FIRST_ARGUMENT: u32 = 16;
+const SECOND_ARGUMENT: u32 = 24;
 const THIRD_ARGUMENT: u32 = 32;
 
 const LOAD: u16 = 0x20;
@@ -28,12 +29,31 @@ const JUMP_IF_ANY_BIT: u16 = 0x45;
 const RETURN: u16 = 0x06;
 const ALLOW: u32 = 0x7fff_0000;
 const DENY: u32 = 0x0005_0000 | libc::EPERM as u32;
-/// Larger numbers are those of another interface of x86 processors.
-const LARGEST_NUMBER: u32 = 0x3fff_ffff;
+const UNKNOWN: u32 = 0x0005_0000 | libc::ENOSYS as u32;
+/// The number of `mseal`. Calls with larger ones are newer than this list, or those of another interface of x86 processors.
+const LARGEST_NUMBER: u32 = 462;
 
 /// Flags of `openat` that do more than read.
 const WRITING: i32 =
     libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC | (libc::O_TMPFILE & !libc::O_DIRECTORY);
+/// Calls whose commands are denied, the argument that has them, and the commands: signals that a descriptor sends to any process of the
+/// user, input typed into a terminal, and what keeps this process from ending with the router or from being looked into.
+const DENIED_COMMANDS: &[(c_long, u32, &[u32])] = &[
+    (libc::SYS_fcntl, SECOND_ARGUMENT, &[libc::F_SETOWN as u32, F_SETSIG, F_SETOWN_EX]),
+    (
+        libc::SYS_ioctl,
+        SECOND_ARGUMENT,
+        &[FIOSETOWN, SIOCSPGRP, libc::FIOASYNC as u32, libc::TIOCSTI as u32, TIOCLINUX],
+    ),
+    (libc::SYS_prctl, FIRST_ARGUMENT, &[libc::PR_SET_PDEATHSIG as u32, libc::PR_SET_DUMPABLE as u32]),
+];
+// Of fcntl.h and sockios.h, the same on both architectures.
+const F_SETSIG: u32 = 10;
+const F_SETOWN_EX: u32 = 15;
+const FIOSETOWN: u32 = 0x8901;
+const SIOCSPGRP: u32 = 0x8902;
+const TIOCLINUX: u32 = 0x541c;
+
 /// Families of sockets that remain.
 const FAMILIES: [i32; 3] = [libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
 
@@ -56,11 +76,18 @@ const DENIED: &[c_long] = &[
     libc::SYS_mkdirat,
     libc::SYS_mknodat,
     libc::SYS_truncate,
+    libc::SYS_fchmod,
     libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchown,
     libc::SYS_fchownat,
     libc::SYS_utimensat,
     libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
     libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
     libc::SYS_mount,
     libc::SYS_umount2,
     libc::SYS_pivot_root,
@@ -99,8 +126,26 @@ const DENIED: &[c_long] = &[
     libc::SYS_shmat,
     libc::SYS_shmctl,
     libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
     libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
     libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
+    // What the kernel allows root only.
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_acct,
     // Ways around a filter, and large parts of the kernel that no transport needs.
     libc::SYS_io_uring_setup,
     libc::SYS_bpf,
@@ -126,6 +171,11 @@ const DENIED_HERE: &[c_long] = &[
     libc::SYS_chmod,
     libc::SYS_chown,
     libc::SYS_lchown,
+    libc::SYS_utime,
+    libc::SYS_utimes,
+    libc::SYS_futimesat,
+    libc::SYS_iopl,
+    libc::SYS_ioperm,
     libc::SYS_fork,
     libc::SYS_vfork,
 ];
@@ -196,7 +246,7 @@ fn filter() -> Vec<sock_filter> {
         deny,
         step(LOAD, NUMBER, 0, 0),
         step(JUMP_IF_ABOVE, LARGEST_NUMBER, 0, 1),
-        deny,
+        step(RETURN, UNKNOWN, 0, 0),
     ];
     for &call in DENIED.iter().chain(DENIED_HERE) {
         program.extend([step(JUMP_IF_EQUAL, call as u32, 0, 1), deny]);
@@ -209,6 +259,14 @@ fn filter() -> Vec<sock_filter> {
             program.extend([step(JUMP_IF_EQUAL, family as u32, 0, 1), step(RETURN, ALLOW, 0, 0)]);
         }
         program.push(deny);
+    }
+    for (call, argument, commands) in DENIED_COMMANDS {
+        program.push(step(JUMP_IF_EQUAL, *call as u32, 0, commands.len() as u8 * 2 + 2));
+        program.push(step(LOAD, *argument, 0, 0));
+        for command in *commands {
+            program.extend([step(JUMP_IF_EQUAL, *command, 0, 1), deny]);
+        }
+        program.push(step(RETURN, ALLOW, 0, 0));
     }
     program.extend([
         step(JUMP_IF_EQUAL, libc::SYS_openat as u32, 0, 3),
@@ -223,14 +281,23 @@ fn filter() -> Vec<sock_filter> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    #![allow(unsafe_code, reason = "asks the kernel for what it must deny")]
 
     use std::io::{ErrorKind, Read as _, Write as _};
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::{AsFd as _, AsRawFd as _};
     use std::os::unix::net::UnixStream;
     use std::process::Command;
 
     use super::*;
     use crate::files::confine_files;
+
+    /// Asks for signals of a socket to the parent process.
+    fn set_owner(socket: std::os::fd::BorrowedFd<'_>) -> io::Result<()> {
+        // SAFETY: no pointers.
+        let status = unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, libc::getppid()) };
+        if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
 
     const CONFINED: &str = "EXPERTD_TEST_CONFINED";
 
@@ -270,6 +337,16 @@ mod tests {
         denied(std::thread::Builder::new().spawn(|| {}).map(drop));
         let parent = rustix::process::getppid().unwrap();
         denied(rustix::process::test_kill_process(parent).map_err(Into::into));
+        let socket = server.as_fd();
+        denied(rustix::io::ioctl_fionbio(socket, false).map_err(Into::into).and_then(|()| set_owner(socket)));
+        for (call, text) in
+            [(libc::SYS_fchmodat2, "file"), (libc::SYS_lsetxattr, "file"), (libc::SYS_fchmod, "")]
+        {
+            let path = std::ffi::CString::new(text).unwrap();
+            // SAFETY: the calls are denied before they read their arguments; the path outlives them.
+            let status = unsafe { libc::syscall(call, libc::AT_FDCWD, path.as_ptr(), 0o666, 0) };
+            denied(if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) });
+        }
         denied(earlier.join().unwrap());
         let mut client = TcpStream::connect(server.local_addr().unwrap()).unwrap();
         client.write_all(b"x").unwrap();
@@ -294,6 +371,7 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), count);
-        assert_eq!(filter().len(), 6 + 2 * count + 2 * 9 + 5);
+        let commands: usize = DENIED_COMMANDS.iter().map(|(_, _, commands)| 3 + 2 * commands.len()).sum();
+        assert_eq!(filter().len(), 6 + 2 * count + 2 * 9 + commands + 5);
     }
 }

@@ -51,6 +51,8 @@ pub fn run(args: &AgentArgs) -> ExitCode {
             }
         };
     };
+    // The terminal of the service is not the agent's.
+    let _ = rustix::process::setsid();
     // Other agents of this user may be in the hands of their clients.
     let served = set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(|error| error.to_string())

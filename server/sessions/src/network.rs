@@ -25,7 +25,7 @@ use tokio::sync::oneshot;
 
 use crate::connection::{SOCKET_TIMEOUT, serve_apart};
 use crate::session::Opener;
-use crate::shared::Shared;
+use crate::shared::{Opening, Shared};
 
 /// How long an agent may take until it can be reached.
 const START_TIMEOUT: Duration = Duration::from_secs(15);
@@ -82,9 +82,11 @@ impl NetworkRequest {
 pub struct NetworkSessions {
     shared: Arc<Shared>,
     config: NetworkConfig,
-    /// Sessions of each client.
-    clients: Arc<Mutex<HashMap<ClientKey, usize>>>,
+    clients: Arc<Mutex<Clients>>,
 }
+
+/// Sessions of each client, and their mapped bytes.
+type Clients = HashMap<ClientKey, (usize, usize)>;
 
 /// An agent that is starting or serves its client.
 pub struct NetworkAgent {
@@ -109,15 +111,17 @@ impl Drop for AgentGuard {
 
 /// Counts a session of a client until it is dropped.
 struct Seat {
-    clients: Arc<Mutex<HashMap<ClientKey, usize>>>,
+    clients: Arc<Mutex<Clients>>,
     client: ClientKey,
+    bytes: usize,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = clients.get_mut(&self.client) {
+        if let Some((count, bytes)) = clients.get_mut(&self.client) {
             *count -= 1;
+            *bytes -= self.bytes;
             if *count == 0 {
                 clients.remove(&self.client);
             }
@@ -161,7 +165,7 @@ impl NetworkSessions {
 struct Starting {
     shared: Arc<Shared>,
     config: NetworkConfig,
-    clients: Arc<Mutex<HashMap<ClientKey, usize>>>,
+    clients: Arc<Mutex<Clients>>,
     client: ClientKey,
     request: NetworkRequest,
 }
@@ -181,6 +185,15 @@ impl Starting {
                 return reason;
             }
         };
+        let user = rustix::process::geteuid().as_raw();
+        // Before there is a process: few are opening at the same time.
+        let opening = match self.shared.begin_opening(user) {
+            Ok(opening) => opening,
+            Err(reason) => {
+                let _ = to_ready.send(Err(reason.clone()));
+                return reason;
+            }
+        };
         let mut child = match self.spawn(theirs) {
             Ok(child) => child,
             Err(error) => {
@@ -188,7 +201,7 @@ impl Starting {
                 return error.to_string();
             }
         };
-        let ready = self.begin(control, child.id());
+        let ready = self.begin(control, Opener { user, pid: child.id(), client: self.client }, opening);
         let is_ready = ready.is_ok();
         let told = to_ready.send(ready).is_ok();
         let reason = if is_ready && told { control::receive_ended(control) } else { None };
@@ -203,25 +216,40 @@ impl Starting {
         })
     }
 
-    /// Counts the session. One client has three quarters of the sessions at most.
+    /// Counts the session. One client has three quarters of the sessions and bytes at most, and all clients on other hosts together three
+    /// quarters of the bytes.
     fn take_seat(&self) -> Result<Seat, String> {
-        let sessions = self.shared.config.limits.sessions;
-        let most = (sessions - sessions / 4).max(1);
+        let limits = &self.shared.config.limits;
+        let most = (limits.sessions - limits.sessions / 4).max(1);
+        let most_bytes = limits.bytes - limits.bytes / 4;
+        let bytes =
+            usize::try_from(self.request.rows_bytes).unwrap_or(usize::MAX).saturating_mul(limits.mappings);
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = clients.entry(self.client).or_default();
-        if *own >= most {
+        let held: usize = clients.values().map(|(_, bytes)| bytes).sum();
+        let (own, own_bytes) = clients.get(&self.client).copied().unwrap_or_default();
+        if own >= most {
+            let sessions = limits.sessions;
             return Err(format!(
                 "this client has {own} network sessions, as many as one may have; close one or raise max-sessions, which is {sessions}"
             ));
         }
-        *own += 1;
-        Ok(Seat { clients: Arc::clone(&self.clients), client: self.client })
+        if held.saturating_add(bytes) > most_bytes {
+            return Err(format!(
+                "a session of {} bytes, mapped by {} processes, exceeds {most_bytes} bytes beside {held} bytes of other network sessions; ask \
+                 for fewer bytes of rows or raise max-session-bytes, which is {}",
+                self.request.rows_bytes, limits.mappings, limits.bytes
+            ));
+        }
+        clients.insert(self.client, (own + 1, own_bytes + bytes));
+        Ok(Seat { clients: Arc::clone(&self.clients), client: self.client, bytes })
     }
 
     fn spawn(&self, control: UnixStream) -> io::Result<Child> {
         let allowed = |name: &OsString| {
             let name = name.to_string_lossy();
-            name.starts_with("UCX_") || name.starts_with("NIXL_") || name == "LD_LIBRARY_PATH"
+            // The setting names the network device; the variable would win over it.
+            let is_device = name == "UCX_NET_DEVICES" && self.config.transports.device.is_some();
+            (name.starts_with("UCX_") && !is_device) || name.starts_with("NIXL_") || name == "LD_LIBRARY_PATH"
         };
         Command::new("/proc/self/exe")
             .arg0("expertd")
@@ -232,18 +260,17 @@ impl Starting {
             .env("CUDA_VISIBLE_DEVICES", "")
             .stdin(Stdio::from(OwnedFd::from(control)))
             .stdout(Stdio::null())
-            .process_group(0)
+            // NIXL writes a line for whatever a client garbles.
+            .stderr(Stdio::null())
             .spawn()
     }
 
     /// Gives the agent its session, and waits until it can be reached.
-    fn begin(&self, control: &UnixStream, pid: u32) -> Result<Ready, String> {
-        let user = rustix::process::geteuid().as_raw();
-        let opening = self.shared.begin_opening(user)?;
+    fn begin(&self, control: &UnixStream, opener: Opener, opening: Opening) -> Result<Ready, String> {
         let begun = || {
             let (service, session) = UnixStream::pair()?;
             service.set_write_timeout(Some(SOCKET_TIMEOUT))?;
-            serve_apart(&self.shared, service, Opener { user, pid, client: self.client }, opening);
+            serve_apart(&self.shared, service, opener, opening);
             let setup = Setup {
                 client: self.request.card.clone(),
                 rows_bytes: self.request.rows_bytes,

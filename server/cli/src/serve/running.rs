@@ -249,7 +249,10 @@ fn address(name: &'static str, text: &str) -> Result<Address, StartError> {
 
 /// The configuration of the gRPC listeners.
 fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
-    let sessions = plan.sessions.as_ref().map_or(0, SessionPlan::descriptors);
+    let mut sessions = plan.sessions.as_ref().map_or(0, SessionPlan::descriptors);
+    if let (Some(plan), Some(_)) = (&plan.sessions, &plan.network) {
+        sessions += plan.agent_descriptors();
+    }
     // A connection over a Unix-domain socket has two descriptors.
     let (tcp, unix) = (plan.connections.tcp, 2 * plan.connections.unix + sessions);
     let connections = descriptors::connections(tcp, unix, plan.cluster.shape.ranks as usize)

@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use expertd_core::backend::{Backend, ClientKey};
 use expertd_core::failure::{Failure, one_line};
@@ -42,6 +43,9 @@ pub(crate) struct NetworkService {
     /// `None` without `--network-listen`.
     pub(crate) sessions: Option<Arc<dyn NetworkSessions>>,
 }
+
+/// How often the token of an open session is checked.
+const CHECK_PASS: Duration = Duration::from_secs(5);
 
 /// The answers of a call.
 type Answers = Pin<Box<dyn Stream<Item = Result<NetworkSessionResponse, Status>> + Send>>;
@@ -98,14 +102,16 @@ impl Open {
         if let Some(first) = self.first.take() {
             return Some(NetworkSessionResponse { message: Some(first) });
         }
+        let mut checks = tokio::time::interval(CHECK_PASS);
         let reason = loop {
             tokio::select! {
                 reason = &mut self.ended => break reason.unwrap_or_else(|_| "its agent has ended".to_owned()),
                 () = self.call.closing.cancelled() => break "the service ends".to_owned(),
+                // Rows do not travel over this call, so that a client may compute without a word here.
+                _ = checks.tick() => if self.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) {
+                    break "the token is no longer known to the service".to_owned();
+                },
                 message = self.inbound.next() => match message {
-                    Some(Ok(_)) if self.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
-                        break "the token is no longer known to the service".to_owned();
-                    }
                     // The client lives.
                     Some(Ok(_)) => {}
                     Some(Err(_)) | None => return None,

@@ -23,6 +23,11 @@ impl SessionPlan {
         self.limits.sessions + MAX_OPENING + 3 * self.limits.memories()
     }
 
+    /// What network sessions have besides: two for each agent, and four while it opens.
+    pub const fn agent_descriptors(&self) -> usize {
+        2 * self.limits.sessions + 4 * MAX_OPENING
+    }
+
     /// Bytes that the router maps of all sessions, at most.
     pub const fn router_bytes(&self) -> usize {
         self.limits.bytes / self.limits.mappings
