@@ -9,7 +9,7 @@ const MAY_SPILL: [(&str, u32); 11] = [
     ("experts_kernelINS_5Nvfp4E", 448),
     ("experts_few_kernelINS_9FewInt4OfI", 16),
     ("gateILi8ELi8E", 32),
-    ("combineILi1E", 96),
+    ("combineILi", 96),
     ("portable_groupedINS_13GroupedNarrowI", 16),
     ("portable_fewINS0_3FewINS_9FewNarrowI", 128),
     ("portable_fewINS0_3FewINS_9FewInt4OfI", 128),
