@@ -100,12 +100,12 @@ pub(crate) async fn verified_in_both_types(service: &Service, family: &str, rank
 }
 
 /// Whether the services refuse the checkpoint, because the portable kernels have no kernel for its format.
-pub fn is_refused(name: &str) -> bool {
+pub(super) fn is_refused(name: &str) -> bool {
     is_portable() && ["nvfp4", "mxfp8"].iter().any(|format| name.contains(format))
 }
 
 /// Whether the services run the portable kernels, which have no products of FP8.
-pub fn is_portable() -> bool {
+pub(super) fn is_portable() -> bool {
     std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable")
 }
 
