@@ -152,8 +152,13 @@ def test_clients_of_a_parent_are_refused_after_a_fork_and_new_ones_work(golden, 
     assert worst_row(pending.result().rows, expected) < 1e-5
     child = os.fork()
     if child == 0:
-        fresh = expertd.Client(**it.arguments)
-        os._exit(0 if worst_row(fresh.forward(layer, rows).rows, expected) < 1e-5 else 1)
+        try:
+            fresh = expertd.Client(**it.arguments)
+            is_right = it.session != "network" and worst_row(fresh.forward(layer, rows).rows, expected) < 1e-5
+        except expertd.ExpertdError as error:
+            # UCX does not survive a fork.
+            is_right = it.session == "network" and "spawn" in str(error)
+        os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert worst_row(it.client.forward(layer, rows).rows, expected) < 1e-5
 

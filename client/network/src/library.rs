@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::sys::{Functions, Handle, Status};
 
@@ -29,6 +30,11 @@ pub enum NetworkError {
     /// The library was not found.
     #[error("NIXL ({FILE}) was not found: {0}; {WAY_OUT}")]
     Missing(String),
+    /// The process is a fork of one that uses the library.
+    #[error(
+        "NIXL does not survive a fork, and the parent of this process uses it; start the process anew (Python: multiprocessing's `spawn`)"
+    )]
+    Forked,
     /// The library is of a version that was not tried.
     #[error("{path} is NIXL {found}; network sessions were tried with {}; {WAY_OUT}", TRIED.join(", "))]
     Untried {
@@ -87,12 +93,15 @@ impl fmt::Debug for Library {
     }
 }
 
+/// The first process that loaded the library; 0 before.
+static FIRST_PROCESS: AtomicU32 = AtomicU32::new(0);
+
 impl Library {
     /// Opens the library. `place` is the library, its folder or a `site-packages` folder; `None` asks the variable `EXPERTD_NIXL`,
     /// and then the system's linker.
     ///
     /// # Errors
-    /// [`NetworkError::Missing`] or [`NetworkError::Untried`].
+    /// [`NetworkError::Missing`], [`NetworkError::Untried`] or [`NetworkError::Forked`].
     pub fn open(place: Option<&Path>) -> Result<Arc<Self>, NetworkError> {
         let given = place.map(Path::to_owned).or_else(|| std::env::var_os(VARIABLE).map(PathBuf::from));
         let path = match given.filter(|path| !path.as_os_str().is_empty()) {
@@ -112,6 +121,12 @@ impl Library {
     #[allow(unsafe_code, reason = "opens a shared library")]
     fn load(path: PathBuf, version: Option<String>) -> Result<Arc<Self>, NetworkError> {
         let missing = |error: libloading::Error| NetworkError::Missing(chain(&error));
+        // The locks and threads of UCX are the parent's: a session of a fork would hang.
+        let process = std::process::id();
+        let first = FIRST_PROCESS.compare_exchange(0, process, Ordering::AcqRel, Ordering::Acquire);
+        if first.is_err_and(|first| first != process) {
+            return Err(NetworkError::Forked);
+        }
         // SAFETY: the operator names the library, whose initialisers are those of NIXL and UCX.
         let library = unsafe { libloading::Library::new(&path) }.map_err(missing)?;
         // SAFETY: the declarations are those of the versions that were tried; a library without a version beside it has at least all
