@@ -199,7 +199,7 @@ fn start(
 ) -> Result<(), NetworkError> {
     let places = relay.places.of_request(&request).filter(|_| relay.places.of_answer(&request).is_some());
     let Some(places) = places else {
-        let text = "rows, routing and output of a call must lie in the session's memory and not be empty; over a network, k must be given";
+        let text = "tokens must not be 0, and rows, routing and output of a call must lie in the session's memory; over a network, k must be given";
         complete(rings, &CompletionRecord::failed(request.call, INVALID_ARGUMENT, text))?;
         memory.client_bell().ring();
         return Ok(());
