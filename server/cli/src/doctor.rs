@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::cores::{available_cores, numa_nodes, usable};
 use expertd_compute::linalg::SimdLevel;
+use expertd_ipc::SealedWriter;
 use expertd_ipc::control::DeviceKind;
 use expertd_network::TRIED;
 use expertd_rank::share::available_memory;
@@ -135,8 +136,8 @@ fn cpu_checks() -> Vec<Check> {
             "anonymous shared memory",
         )
         .way_out("allow memfd_create in the container's seccomp profile, and give it memory"),
-        Check::new("huge pages", pages_ok, pages, "advise, within_size or always for shared memory")
-            .way_out("echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; it only saves some TLB misses")
+        Check::new("huge pages", pages_ok, pages, "Linux 6.1 or newer, which may place weights in huge pages")
+            .way_out("use a newer kernel; /sys/kernel/mm/transparent_hugepage/shmem_enabled must not be `deny`; it saves TLB misses")
             .optional(),
     ]
 }
@@ -153,14 +154,16 @@ fn network_check() -> Check {
     }
 }
 
-/// Describes how shared memory uses huge pages; returns whether it can use them.
+/// Tries to place sealed memory in huge pages; returns what was found and whether it succeeded.
 fn huge_pages() -> (String, bool) {
-    match std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
-        Ok(text) => {
-            let mode = text.split('[').nth(1).and_then(|rest| rest.split(']').next()).unwrap_or("unknown");
-            (format!("shared memory: {mode}"), matches!(mode, "always" | "within_size" | "advise" | "force"))
-        }
-        Err(_) => ("shared memory: not reported by the kernel".to_owned(), false),
+    let tried = SealedWriter::create("expertd-doctor").and_then(|mut memory| {
+        memory.write_at(0, &vec![0; 4 << 20])?;
+        Ok(memory.huge_bytes() > 0)
+    });
+    match tried {
+        Ok(true) => ("weights of CPU ranks can lie in them".to_owned(), true),
+        Ok(false) => ("the kernel refuses them for sealed memory".to_owned(), false),
+        Err(error) => (error.to_string(), false),
     }
 }
 

@@ -1,20 +1,25 @@
 //! Memory that is written once and then never changes: a memfd that one process writes, seals against any change, and
-//! passes on, and that others map for reading.
+//! passes on, and that others map for reading. It lies in huge pages where the kernel has them.
 
 #![allow(unsafe_code, reason = "maps sealed memory")]
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::Advice;
 
 use expertd_shm::faults;
 use expertd_shm::region::PAGE;
+
+use self::huge::HugePages;
+use self::space::AddressSpace;
+
+mod huge;
+mod space;
 
 /// What a sealed memfd no longer allows.
 const SEALS: SealFlags =
@@ -36,12 +41,13 @@ pub enum SealedError {
     Empty,
 }
 
-/// Writes memory that is to be sealed. No mapping is involved: a lack of memory is an error of a write, not a signal.
+/// Writes memory that is to be sealed. Nothing is written through a mapping: a lack of memory is an error, not a signal.
 #[derive(Debug)]
 pub struct SealedWriter {
     fd: OwnedFd,
     name: String,
     len: u64,
+    huge: HugePages,
 }
 
 impl SealedWriter {
@@ -55,7 +61,7 @@ impl SealedWriter {
         }
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|error| failed("create", name, error))?;
-        Ok(SealedWriter { fd, name: name.to_owned(), len: 0 })
+        Ok(SealedWriter { fd, name: name.to_owned(), len: 0, huge: HugePages::new() })
     }
 
     /// Writes `bytes` at `offset`; the memory grows as needed, and what was not written reads as zeros.
@@ -66,6 +72,7 @@ impl SealedWriter {
         if faults::happens("weights-enomem") {
             return Err(failed(&format!("write byte {offset} of"), &self.name, Errno::NOMEM));
         }
+        self.huge.prepare(self.fd.as_fd(), offset, bytes);
         while !bytes.is_empty() {
             match rustix::io::pwrite(&self.fd, bytes, offset) {
                 Ok(0) => return Err(failed(&format!("write byte {offset} of"), &self.name, Errno::NOSPC)),
@@ -90,14 +97,22 @@ impl SealedWriter {
         self.len == 0
     }
 
+    /// Bytes that lie in huge pages, some of them perhaps beyond the end of the last write.
+    pub const fn huge_bytes(&self) -> u64 {
+        self.huge.bytes()
+    }
+
     /// Seals the memory: from now on nothing can write, shrink or grow it.
     ///
     /// # Errors
     /// If the kernel refuses.
     pub fn seal(self) -> Result<OwnedFd, SealedError> {
-        rustix::fs::fcntl_add_seals(&self.fd, SEALS)
-            .map_err(|error| failed(&format!("seal the {} bytes of", self.len), &self.name, error))?;
-        Ok(self.fd)
+        let SealedWriter { fd, name, len, huge } = self;
+        tracing::debug!(name, len, huge_bytes = huge.bytes(), refusal = ?huge.last_refusal(), "sealing");
+        drop(huge);
+        rustix::fs::fcntl_add_seals(&fd, SEALS)
+            .map_err(|error| failed(&format!("seal the {len} bytes of"), &name, error))?;
+        Ok(fd)
     }
 }
 
@@ -107,14 +122,9 @@ fn failed(what: &str, name: &str, error: Errno) -> SealedError {
 
 /// Sealed memory, mapped for reading.
 pub struct SealedMemory {
-    base: NonNull<u8>,
+    space: AddressSpace,
     len: usize,
 }
-
-// SAFETY: the mapping is read-only memory whose contents never change; it is valid in every thread until drop.
-unsafe impl Send for SealedMemory {}
-// SAFETY: as above.
-unsafe impl Sync for SealedMemory {}
 
 impl SealedMemory {
     /// Maps memory that another process has sealed.
@@ -136,15 +146,10 @@ impl SealedMemory {
         if len == 0 {
             return Err(SealedError::Empty);
         }
-        // Shared mappings of memory that is sealed against writes need Linux 6.7; a private one that is never written
-        // shows the same pages.
-        // SAFETY: a fresh mapping at an address of the kernel's choice does not affect existing memory.
-        let base =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ, MapFlags::PRIVATE, &fd, 0) }
-                .map_err(|error| failed(&format!("map the {found} bytes of"), name, error))?;
-        let base = NonNull::new(base.cast::<u8>())
-            .ok_or_else(|| failed(&format!("map the {found} bytes of"), name, Errno::NOMEM))?;
-        Ok(Arc::new(SealedMemory { base, len }))
+        // Huge pages are mapped as such only at addresses that are multiples of their size.
+        let mapped = AddressSpace::reserve(len).and_then(|mut space| space.map(&fd, 0, len).map(|()| space));
+        let space = mapped.map_err(|error| failed(&format!("map the {found} bytes of"), name, error))?;
+        Ok(Arc::new(SealedMemory { space, len }))
     }
 
     /// Maps every page, so that later reads do not fault. An error leaves that to the reads.
@@ -153,7 +158,8 @@ impl SealedMemory {
             let bytes = POPULATE_BYTES.min(self.len - first).next_multiple_of(PAGE);
             // SAFETY: the range begins at a page of this mapping and ends at most at its last page; reading changes nothing.
             let done = unsafe {
-                rustix::mm::madvise(self.base.as_ptr().add(first).cast(), bytes, Advice::LinuxPopulateRead)
+                let begin = self.space.base().as_ptr().add(first).cast();
+                rustix::mm::madvise(begin, bytes, Advice::LinuxPopulateRead)
             };
             if done.is_err() {
                 return;
@@ -166,20 +172,13 @@ impl AsRef<[u8]> for SealedMemory {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: `len` bytes are mapped until drop; seals that were checked before the mapping was made keep every
         // process from changing the bytes or their number.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.space.base().as_ptr(), self.len) }
     }
 }
 
 impl fmt::Debug for SealedMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SealedMemory").field("len", &self.len).finish_non_exhaustive()
-    }
-}
-
-impl Drop for SealedMemory {
-    fn drop(&mut self) {
-        // SAFETY: `map` made the mapping, and no borrow of it is left.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
@@ -207,6 +206,52 @@ mod tests {
         let bytes = (*memory).as_ref();
         assert_eq!((&bytes[..5], &bytes[8192..]), (&b"index"[..], &b"weights"[..]));
         assert!(bytes[5..8192].iter().all(|&byte| byte == 0));
+    }
+
+    /// What smaps says of the mapping that begins at `address`, in KiB.
+    fn smaps(address: *const u8, field: &str) -> u64 {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mapping = smaps
+            .lines()
+            .skip_while(|line| !line.starts_with(&format!("{:x}-", address.expose_provenance())));
+        let mut fields = mapping.filter_map(|line| line.split_once(':')).filter(|(name, _)| *name == field);
+        fields.next().unwrap().1.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+
+    #[test]
+    fn large_memory_lies_in_huge_pages_where_the_kernel_has_them() {
+        let mut expected: Vec<u8> =
+            (0..(9_u32 << 20) + 12_345).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let mut writer = SealedWriter::create("test").unwrap();
+        let (first, second) = (5000, (5 << 20) + 77);
+        writer.write_at(first as u64, &expected[first..second]).unwrap();
+        writer.write_at(second as u64, &expected[second..]).unwrap();
+        writer.write_at(0, &expected[..100]).unwrap();
+        expected[100..first].fill(0);
+        let huge_bytes = writer.huge_bytes();
+        assert!(huge_bytes.is_multiple_of(2 << 20) && huge_bytes <= 8 << 20, "{huge_bytes}");
+        let memory = SealedMemory::map(writer.seal().unwrap()).unwrap();
+        memory.populate();
+        let bytes = (*memory).as_ref();
+        assert!(bytes == expected, "other bytes than were written");
+        assert!(
+            bytes.as_ptr().addr().is_multiple_of(2 << 20),
+            "{:p} cannot be mapped in huge pages",
+            bytes.as_ptr()
+        );
+        // The mapping ends within the last huge page, which is mapped in small ones.
+        let huge_mapped = huge_bytes.saturating_sub(2 << 20) / 1024;
+        assert!(smaps(bytes.as_ptr(), "ShmemPmdMapped") >= huge_mapped, "of {huge_bytes} bytes");
+    }
+
+    #[test]
+    fn small_memory_and_holes_are_not_rounded_up() {
+        let allocated = |fd: &OwnedFd| rustix::fs::fstat(fd).unwrap().st_blocks as u64 * 512;
+        let mut writer = SealedWriter::create("test").unwrap();
+        writer.write_at(0, &[1; 5000]).unwrap();
+        assert_eq!((writer.huge_bytes(), allocated(&writer.fd)), (0, 8192));
+        writer.write_at(1 << 30, &[1; 5000]).unwrap();
+        assert!(allocated(&writer.fd) <= 8192 + (2 << 20), "{}", allocated(&writer.fd));
     }
 
     #[test]
