@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="the operator of expertd.vllm is one
 
 import expertd  # noqa: E402
 from conftest import recorded  # noqa: E402
-from expertd._engines.connection import connect  # noqa: E402
+from expertd._engines.connection import connect, number_of  # noqa: E402
 from expertd._engines.settings import Settings  # noqa: E402
 from expertd.vllm._connection import vllm_experts  # noqa: E402
 from expertd.vllm._guard import guard_outputs  # noqa: E402
@@ -56,10 +56,13 @@ def test_rows_without_experts_get_zero(layer):
 
 
 def test_large_batches_are_split(layer):
-    number, index, rows, ids, weights, _ = layer
+    number, index, rows, ids, weights, service = layer
     with expertd.serve(recorded("qwen3_moe"), ranks=1, max_tokens_per_step=8, max_tokens_per_request=4) as small:
+        # vLLM names compiled graphs by the number, before and after the connection is made.
+        expected = number_of(Settings(small.address))
         other, remote = connect(Settings(small.address), guard_outputs)
-        assert other != number and remote.model.limits.max_tokens_per_request < rows.shape[0]
+        assert other == expected == number_of(Settings(small.address)) and number_of(Settings(service.address)) == number != other
+        assert remote.model.limits.max_tokens_per_request < rows.shape[0]
         found = vllm_experts(rows, ids, weights, other, index)
     torch.testing.assert_close(found, vllm_experts(rows, ids, weights, number, index))
 
