@@ -324,7 +324,7 @@ def about(args, engine, daemon):
 
 def table(lines, modes, batches):
     """The tables of a run, in Markdown. Repetitions of all rounds count alike."""
-    times, others = collections.defaultdict(list), []
+    times, failed, others = collections.defaultdict(list), collections.defaultdict(list), []
     for line in lines:
         if "cell" not in line:
             continue
@@ -332,7 +332,7 @@ def table(lines, modes, batches):
         if line.get("times_ms"):
             times[key, line["cell"]] += line["times_ms"]
         if line.get("error") or line.get("skipped"):
-            others.append(f"{key[0]}, gate {key[1]}, {line['cell']}: {line.get('error') or 'skipped, ' + line['skipped']}")
+            failed[key, line.get("error") or f"skipped, {line['skipped']}"].append(line["cell"])
         elif line["kind"] == "tokens" and line.get("stock") == "compared":
             counts = f"{line['equal']} of {line['sequences']} sequences as stock's; of the first differences {line['ties']} are ties"
             others.append(f"{key[0]}, gate {key[1]}: {counts}; largest difference of a log-probability {line['largest_error']}")
@@ -358,6 +358,7 @@ def table(lines, modes, batches):
         made.append(f"| {label[key]} | " + " | ".join(cells) + " |")
     rates = [f"| {label[key]} | " + " | ".join(rate(times.get((key, f"decode-{batch}")), batch) for batch in batches) + " |" for key in variants]
     made += ["", "| tokens/s | " + " | ".join(map(str, batches)) + " |", "|---" * (len(batches) + 1) + "|", *rates]
+    others += [f"{key[0]}, gate {key[1]}, {', '.join(cells)}: {why}" for (key, why), cells in failed.items()]
     return "\n".join(made + ["", *others])
 
 

@@ -182,10 +182,12 @@ class Service:
         self.child = children.start(name, [*command, "--metrics-listen", "127.0.0.1:0", *flags])
         until = time.monotonic() + limit
         while (ready := re.search(r"^ready: .*metrics on (http://[^\s,]+)", self.child.text(100_000), re.M)) is None:
-            if self.child.has_ended() or time.monotonic() > until:
-                text = self.child.text()
+            status = self.child.status()
+            if status is not None or time.monotonic() > until:
+                why = f"was not ready within {limit:.0f} s" if status is None else f"ended with status {status}"
+                text = self.child.text().strip()
                 children.end(self.child)
-                raise RuntimeError(f"the service was not ready within {limit:.0f} s or ended:\n{text}")
+                raise RuntimeError(f"the service {why}: {text}")
             time.sleep(0.1)
         self.metrics_url = ready[1]
 
