@@ -32,7 +32,14 @@ def connect(settings: Settings, guard: Callable[[Callable[[], None]], bool]) -> 
         return number, _connections[number][1]
     is_guarded = settings.session == "cuda" and guard(verify)
     on_graph_failure: GraphFailure = "raise" if is_guarded else "abort"
-    remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
+    try:
+        remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
+    except Exception as error:
+        error.add_note(
+            f"An engine's address is EXPERTD_ADDRESS (here {settings.address!r}), session= is EXPERTD_SESSION (here {settings.session}), and "
+            "credentials are EXPERTD_CLIENT_CA, …_CERT, …_KEY, …_SERVER_NAME, …_TOKEN_FILE, …_INSECURE."
+        )
+        raise
     if is_guarded:
         remote.end_with_session()
     _connections.append((settings, remote))

@@ -27,6 +27,14 @@ def layer(golden):
     return number, served.layer, rows, ids, torch.rand(tokens, served.top_k), service
 
 
+@pytest.mark.parametrize("session", [None, "host"])
+def test_a_service_that_is_missing_is_told_with_the_variables_to_set(session):
+    with pytest.raises(expertd.ConnectError, match="nothing-here.sock") as failed:
+        connect(Settings("unix:/nothing-here.sock", session=session), guard_outputs)
+    [note] = failed.value.__notes__
+    assert f"EXPERTD_ADDRESS (here 'unix:/nothing-here.sock'), session= is EXPERTD_SESSION (here {session})" in note
+
+
 def test_the_operator_applies_the_given_routing_without_shared_experts(layer):
     number, index, rows, ids, weights, service = layer
     with service.client() as client:
