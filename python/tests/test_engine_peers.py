@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
@@ -144,8 +145,8 @@ cells.main(args, "stand-in", __file__, lambda job: {{}})
 
 
 @pytest.fixture
-def compare(tmp_path):
-    """`compare(batches, broken)`: the command that runs stock with the stand-in."""
+def folder(tmp_path):
+    """A checkpoint of the tiny shape with two layers."""
     folder = tmp_path / "checkpoint"
     config = checkpoint.config_of("tiny", 2, 8192)
     sizes = ["--hidden", config["hidden_size"], "--experts", config["num_experts"], "--top-k", config["num_experts_per_tok"]]
@@ -157,6 +158,27 @@ def compare(tmp_path):
         places = dict.fromkeys(tensors.keys(), file.name)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def test_ranks_are_found_and_steps_counted(folder):
+    with expertd.serve(folder, ranks=2) as service, service.client() as client:
+        url, router = service.metrics_url, service.process.pid
+        before, rows = processes.figures_of(url), np.ones((3, 128), np.float32)
+        client.forward(1, rows)
+        expected = {"rows": before["rows"] + 3, "steps": before["steps"] + 1, "generation": before["generation"]}
+        wait_until(lambda: processes.figures_of(url) == expected)
+        first, second = (processes.rank_of(router, rank) for rank in (0, 1))
+        assert None not in (first, second) and first != second and processes.rank_of(router, 2) is None
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: processes.figures_of(url)["generation"] == before["generation"] + 1)
+        client.forward(1, rows)
+        assert processes.rank_of(router) not in (None, first)
+
+
+@pytest.fixture
+def compare(folder, tmp_path):
+    """`compare(batches, broken)`: the command that runs stock with the stand-in."""
 
     def command(batches, broken=False):
         script = tmp_path / "engine.py"

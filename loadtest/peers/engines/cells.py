@@ -277,7 +277,7 @@ class Comparison:
             if has_ended or late:
                 limit = self.args.limit if is_ready else self.args.start_limit
                 why = f"no end within {limit:.0f} s" if late else f"the engine ended with status {child.status()}"
-                errors = [json.loads(text).get("error") for text in whole.splitlines()]
+                errors = [json.loads(text).get("error") for text in whole[:end].splitlines()]
                 said = next((error for error in errors if error), f"{why}; the end of {child.log}:\n{child.text(1500)}")
                 if not is_ready:
                     for cell in left:

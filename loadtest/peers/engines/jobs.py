@@ -14,7 +14,6 @@ import random
 import signal
 import statistics
 import sys
-import time
 import traceback
 from dataclasses import dataclass, field
 
@@ -80,20 +79,23 @@ def kill(engine, job, cell):
         pid = rank_of(job["service_pid"])
         if pid is None:
             raise RuntimeError(f"the service (process {job['service_pid']}) has no rank 0")
-        killed["at"] = time.perf_counter()
+        killed["pid"] = pid
         os.kill(pid, signal.SIGKILL)
 
-    begin = time.perf_counter()
     hit = engine.run(prompts, job["tokens"], at_half=strike)
     if not killed:
         raise RuntimeError("the run ended before half of its tokens were there, so that no rank was killed")
-    moments = [moment for moment, _ in hit.times]
-    gaps = [(after - before, after > killed["at"] - begin) for before, after in zip(moments, moments[1:])]
-    later = [gap for gap, is_later in gaps if is_later]
+    gaps, later, have = [], [], 0
+    for (before, count), (after, _) in zip(hit.times, hit.times[1:]):
+        have += count
+        gaps.append(after - before)
+        # From the tokens on at which the rank was killed.
+        if have >= len(prompts) * job["tokens"] / 2:
+            later.append(after - before)
     differences = [next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None) for a, b in zip(whole.tokens, hit.tokens)]
     return {
         "pause_ms": round(1e3 * max(later), 1) if later else None,
-        "usual_ms": round(1e3 * statistics.median(gap for gap, _ in gaps), 3) if gaps else None,
+        "usual_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
         "all_tokens": all(len(one) == job["tokens"] for one in hit.tokens),
         "equal": sum(a == b for a, b in zip(whole.tokens, hit.tokens)),
         "first_differences": differences,
