@@ -11,7 +11,7 @@ use bytes::Bytes;
 use self::unowned::UNOWNED;
 use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use crate::failure::{Failure, Violation};
-use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
+use expertd_types::{DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 
 /// The parts of a request that are not in its message.
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +53,7 @@ pub struct Asked {
 /// Where the rows of a call are.
 pub enum AskedRows {
     /// Here; `None` if the call has none.
-    Given(Option<ChunkedBytes>),
+    Given(Option<Bytes>),
     /// In memory that ranks have attached, at places that were checked.
     InPlace,
 }
@@ -103,7 +103,7 @@ pub fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<
     }
     let rows = match asked.rows {
         AskedRows::Given(rows) => found.rows(rows, tokens, model.hidden, dtype),
-        AskedRows::InPlace => ChunkedBytes::default(),
+        AskedRows::InPlace => Bytes::new(),
     };
     let routing = asked.routing.and_then(|routing| found.routing(routing, tokens, layer));
     let token_ids = layer.routes_by_token_id.then(|| found.token_ids(asked.token_ids, tokens, layer));
@@ -208,17 +208,11 @@ impl Violations {
         found == expected
     }
 
-    fn rows(
-        &mut self,
-        rows: Option<ChunkedBytes>,
-        tokens: usize,
-        hidden: usize,
-        dtype: Option<DType>,
-    ) -> ChunkedBytes {
+    fn rows(&mut self, rows: Option<Bytes>, tokens: usize, hidden: usize, dtype: Option<DType>) -> Bytes {
         if rows.is_none() && tokens > 0 {
             self.add("inline", "the rows are missing");
         }
-        let Some(rows) = rows else { return ChunkedBytes::default() };
+        let Some(rows) = rows else { return Bytes::new() };
         if let Some(dtype) = dtype {
             let shape = format!("{tokens} tokens of {hidden} {dtype}");
             self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);

@@ -1,6 +1,5 @@
 //! What unary calls and streams have in common: a message becomes a request for the step loop, which is taken in and answered.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_core::backend::{Backend, ModelInfo, Pending, Request, StepError};
@@ -39,7 +38,7 @@ pub(crate) fn take_in(
     if let Some(trace) = trace {
         request.describe_in(trace);
     }
-    request.rows = request.rows.into_iter().map(|piece| guarded(piece, Arc::clone(&ticket))).collect();
+    request.rows = guarded(request.rows, ticket);
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
     Ok(Taken::Pending(backend.submit(request)?))
 }
@@ -70,7 +69,7 @@ pub(crate) fn validate(
 }
 
 fn asked(message: ForwardRequest) -> Asked {
-    let rows = message.payload.map(|Payload::Inline(rows)| rows.into());
+    let rows = message.payload.map(|Payload::Inline(rows)| rows);
     Asked {
         layer: LayerId(message.layer),
         tokens: message.tokens as usize,
