@@ -24,7 +24,7 @@ mod transport;
 pub use access::{Access, AccessConfig, AccessError};
 pub use bytes::activity::ConnectionTimeouts;
 pub use metrics_port::MetricsPort;
-pub use service::description::ModelDescription;
+pub use service::convert::encoded_model;
 pub use service::network::{NetworkSession, NetworkSessions};
 pub use status::ERROR_DOMAIN;
 pub use transport::places::ConnectionLimits;

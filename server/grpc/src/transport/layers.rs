@@ -24,7 +24,7 @@ use crate::bytes::activity::{Activity, ConnectionTimeouts};
 use crate::bytes::body::{AnswerBody, RequestBody, Terms};
 use crate::bytes::budget::{Budget, CALL_BYTES, Charges, Owner};
 use crate::service::call::{Call, deadline};
-use crate::service::description::ModelDescription;
+use crate::service::convert::model_bytes;
 use crate::status::status_of;
 use expertd_core::backend::{Backend, ClientKey, client_key};
 use expertd_core::failure::Failure;
@@ -56,7 +56,6 @@ pub(crate) struct Services {
 pub(crate) struct Public {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) metrics: Arc<RequestMetrics>,
-    pub(super) description: ModelDescription,
     pub(super) closing: CancellationToken,
 }
 
@@ -267,9 +266,8 @@ where
         let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
-            // The size of GetModel's answer changes with the placement.
             Some(public) if path == GET_MODEL => {
-                (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
+                (model_bytes(&public.backend.model()), CONTROL_REQUEST_BYTES)
             }
             _ if network => (DESCRIPTOR_BYTES, NETWORK_REQUEST_BYTES),
             _ if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),

@@ -21,7 +21,6 @@ use crate::access::Access;
 use crate::bytes::activity::ConnectionTimeouts;
 use crate::bytes::budget::Budget;
 use crate::service::admin::AdminService;
-use crate::service::description::ModelDescription;
 use crate::service::health;
 use crate::service::moe::MoeService;
 use crate::service::network::{NetworkService, NetworkSessions};
@@ -180,12 +179,7 @@ impl Server {
             routes: shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
             access: Arc::clone(&access),
             budget: Arc::clone(&budget),
-            public: Some(Public {
-                backend: Arc::clone(&self.backend),
-                metrics,
-                description: ModelDescription::default(),
-                closing: shutdown.clone(),
-            }),
+            public: Some(Public { backend: Arc::clone(&self.backend), metrics, closing: shutdown.clone() }),
         };
         let public = Connections::new(
             services,
