@@ -46,8 +46,6 @@ pub struct Asked {
     pub expected_fingerprint: String,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
-    /// Whether the receipt carries phase timings.
-    pub return_timings: bool,
 }
 
 /// Where the rows of a call are.
@@ -130,7 +128,6 @@ pub fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<
         shared_experts,
         expected_version,
         return_routing: asked.return_routing,
-        return_timings: asked.return_timings,
         deadline: envelope.deadline,
     }))
 }

@@ -159,7 +159,7 @@ impl Fake {
                 weight_version: self.model.weight_version,
                 weight_fingerprint: self.model.weight_fingerprint,
                 tokens_per_rank: vec![request.tokens as u32, 0],
-                timings: if request.return_timings { vec![timings] } else { Vec::new() },
+                timings: vec![timings],
                 topk_ids,
                 topk_weights,
                 queue_time: Duration::from_micros(5),

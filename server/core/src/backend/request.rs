@@ -75,8 +75,6 @@ pub struct Request {
     pub expected_version: Option<WeightVersion>,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
-    /// Whether the receipt carries phase timings.
-    pub return_timings: bool,
     /// Time after which the answer is of no use to the caller.
     pub deadline: Option<Instant>,
 }
@@ -103,7 +101,7 @@ pub struct Receipt {
     pub weight_fingerprint: WeightFingerprint,
     /// This request's tokens on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
-    /// One entry per step if `return_timings`, else empty.
+    /// One entry per step.
     pub timings: Vec<StepTiming>,
     /// Row-major int32 little-endian `[tokens, k]` if `return_routing`, else empty.
     pub topk_ids: Bytes,

@@ -43,9 +43,10 @@ pub(crate) fn take_in(
     Ok(Taken::Pending(backend.submit(request)?))
 }
 
-/// Waits for the answer of a request that was taken in.
+/// Waits for the answer of a request that was taken in. Timings of steps are part of it if `return_timings`.
 pub(crate) async fn answer(
     pending: Pending,
+    return_timings: bool,
     trace: Option<&RequestTrace>,
 ) -> Result<ForwardResponse, Failure> {
     let mut answer = pending.await.map_err(|_| {
@@ -53,7 +54,10 @@ pub(crate) async fn answer(
         StepError::Unavailable { reason, retry_after: Duration::from_millis(500) }
     })??;
     if let Some(trace) = trace {
-        answer.receipt.move_timings_to(trace);
+        answer.receipt.describe_in(trace);
+    }
+    if !return_timings {
+        answer.receipt.timings.clear();
     }
     Ok(convert::response(answer))
 }
@@ -89,6 +93,5 @@ fn asked(message: ForwardRequest) -> Asked {
         expected_version: message.expected_weight_version,
         expected_fingerprint: message.expected_weight_fingerprint,
         return_routing: message.return_routing,
-        return_timings: message.return_timings,
     }
 }

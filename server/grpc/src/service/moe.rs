@@ -49,13 +49,13 @@ impl Moe for MoeService {
         };
         let envelope = call.envelope(call.deadline);
         let (message, trace) = (request.into_inner(), call.trace.as_deref());
-        let tokens = message.tokens;
+        let (tokens, return_timings) = (message.tokens, message.return_timings);
         let taken = take_in(&*self.backend, &self.metrics, message, envelope, Arc::clone(&ticket), trace)
             .map_err(status_of)?;
         call.count_tokens(tokens);
         let response = match taken {
             Taken::Answered(response) => *response,
-            Taken::Pending(pending) => answer(pending, trace).await.map_err(status_of)?,
+            Taken::Pending(pending) => answer(pending, return_timings, trace).await.map_err(status_of)?,
         };
         call.charges.leave(ticket);
         Ok(Response::new(response))

@@ -159,7 +159,8 @@ impl Open {
         let own =
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
         let envelope = self.call.envelope(own.into_iter().chain(self.call.deadline).min());
-        let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
+        let (backend, metrics) = (&*self.backend, &*self.metrics);
+        let (tokens, return_timings) = (request.tokens, request.return_timings);
         let taken = take_in(backend, metrics, request, envelope, Arc::clone(ticket), trace.as_deref())?;
         self.call.count_tokens(tokens);
         let pending = match taken {
@@ -169,7 +170,7 @@ impl Open {
         self.ids.insert(id);
         let ticket = Some(Arc::clone(ticket));
         self.in_flight.push(Box::pin(async move {
-            let answer = answer(pending, trace.as_deref());
+            let answer = answer(pending, return_timings, trace.as_deref());
             // The stream itself checks its own deadline, for all its requests.
             let result = match own {
                 Some(at) => tokio::time::timeout_at(at.into(), answer).await,
