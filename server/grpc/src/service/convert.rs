@@ -1,5 +1,7 @@
 //! Conversion of the backend's data to messages.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use expertd_proto::v1;
 use prost::Message as _;
@@ -14,7 +16,7 @@ fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-fn nanos(duration: std::time::Duration) -> u64 {
+fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -22,21 +24,9 @@ pub(crate) fn response(answer: Answer) -> v1::ForwardResponse {
     v1::ForwardResponse { rows: answer.rows, receipt: Some(receipt(answer.receipt)) }
 }
 
-/// The answer to a request without tokens.
-pub(crate) fn empty_response(model: &ModelInfo) -> v1::ForwardResponse {
-    v1::ForwardResponse {
-        rows: Bytes::new(),
-        receipt: Some(v1::Receipt {
-            generation: model.generation.0,
-            weight_version: model.weight_version.0,
-            weight_fingerprint: model.weight_fingerprint.to_string(),
-            tokens_per_rank: vec![0; model.placement.len()],
-            ..v1::Receipt::default()
-        }),
-    }
-}
-
 fn receipt(receipt: Receipt) -> v1::Receipt {
+    // A request without tokens has no steps, and thus no times.
+    let of_steps = |time: Duration| time.try_into().ok().filter(|_| !receipt.steps.is_empty());
     v1::Receipt {
         steps: receipt.steps.iter().map(|step| step.0).collect(),
         generation: receipt.generation.0,
@@ -46,8 +36,8 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
         timings: receipt.timings.iter().map(|t| step_timing(t.step.0, t.tokens, &t.phases)).collect(),
         topk_ids: receipt.topk_ids,
         topk_weights: receipt.topk_weights,
-        queue_time: receipt.queue_time.try_into().ok(),
-        step_time: receipt.step_time.try_into().ok(),
+        queue_time: of_steps(receipt.queue_time),
+        step_time: of_steps(receipt.step_time),
     }
 }
 

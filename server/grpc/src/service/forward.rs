@@ -2,26 +2,20 @@
 
 use std::time::Duration;
 
-use expertd_core::backend::{Backend, ModelInfo, Pending, Request, StepError};
+use bytes::Bytes;
+use expertd_core::backend::{Answer, Backend, ModelInfo, Pending, Receipt, Request, StepError};
 use expertd_core::failure::Failure;
 use expertd_core::validate::{Asked, AskedRouting, AskedRows, Envelope, check_any, check_model};
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, SharedExperts};
 use expertd_telemetry::{RequestMetrics, RequestTrace};
 use expertd_types::LayerId;
+use tokio::sync::oneshot;
 
 use super::convert;
 use crate::bytes::budget::{Ticket, guarded};
 
-/// An accepted request.
-pub(crate) enum Taken {
-    /// Its answer is pending.
-    Pending(Pending),
-    /// Its answer is already known.
-    Answered(Box<ForwardResponse>),
-}
-
-/// Validates a request and submits it. The rows keep the ticket until the scheduler drops them.
+/// Validates a request and submits it; one without tokens is answered at once. The rows keep the ticket until the scheduler drops them.
 pub(crate) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
@@ -29,10 +23,12 @@ pub(crate) fn take_in(
     envelope: Envelope,
     ticket: Ticket,
     trace: Option<&RequestTrace>,
-) -> Result<Taken, Failure> {
+) -> Result<Pending, Failure> {
     let model = backend.model();
     let Some(mut request) = validate(&model, message, envelope)? else {
-        return Ok(Taken::Answered(Box::new(convert::empty_response(&model))));
+        let (sender, pending) = oneshot::channel();
+        let _ = sender.send(Ok(empty_answer(&model)));
+        return Ok(pending);
     };
     metrics.admitted(request.tokens);
     if let Some(trace) = trace {
@@ -40,7 +36,24 @@ pub(crate) fn take_in(
     }
     request.rows = guarded(request.rows, ticket);
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
-    Ok(Taken::Pending(backend.submit(request)?))
+    Ok(backend.submit(request)?)
+}
+
+/// The answer to a request without tokens.
+fn empty_answer(model: &ModelInfo) -> Answer {
+    let receipt = Receipt {
+        steps: Vec::new(),
+        generation: model.generation,
+        weight_version: model.weight_version,
+        weight_fingerprint: model.weight_fingerprint,
+        tokens_per_rank: vec![0; model.placement.len()],
+        timings: Vec::new(),
+        topk_ids: Bytes::new(),
+        topk_weights: Bytes::new(),
+        queue_time: Duration::ZERO,
+        step_time: Duration::ZERO,
+    };
+    Answer { rows: Bytes::new(), receipt }
 }
 
 /// Waits for the answer of a request that was taken in. Timings of steps are part of it if `return_timings`.
