@@ -7,14 +7,15 @@ use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::admin_server::AdminServer;
 use expertd_proto::v1::moe_server::MoeServer;
 use expertd_proto::v1::network_server::NetworkServer;
+use hyper_util::service::TowerToHyperService;
 use metrics::gauge;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use expertd_core::listen::{Address, BindError};
 
+use super::calls::{Public, Services};
 use super::connections::Connections;
-use super::layers::{Public, Services};
 use super::listener::Listener;
 use super::places::{ConnectionLimits, Places};
 use crate::access::Access;
@@ -176,7 +177,9 @@ impl Server {
             .max_encoding_message_size(usize::MAX);
         let network = NetworkService { backend: Arc::clone(&self.backend), sessions: self.network };
         let services = Services {
-            routes: shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
+            routes: TowerToHyperService::new(
+                shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
+            ),
             access: Arc::clone(&access),
             budget: Arc::clone(&budget),
             public: Some(Public { backend: Arc::clone(&self.backend), metrics, closing: shutdown.clone() }),
@@ -191,7 +194,7 @@ impl Server {
         );
         let admin = AdminService { backend: self.backend };
         let services = Services {
-            routes: shared.add_service(AdminServer::new(admin)).prepare(),
+            routes: TowerToHyperService::new(shared.add_service(AdminServer::new(admin)).prepare()),
             access: Arc::clone(&access),
             budget: Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES),
             public: None,
