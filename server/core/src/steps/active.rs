@@ -123,9 +123,7 @@ impl Active {
     }
 
     pub(super) fn add_timing(&mut self, timing: StepTiming) {
-        if self.request.return_timings {
-            self.timings.push(timing);
-        }
+        self.timings.push(timing);
     }
 
     /// Drops the partial answer.
