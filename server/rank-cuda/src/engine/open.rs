@@ -20,7 +20,7 @@ pub(super) fn gpu_path() -> Result<GpuPath, String> {
 ///
 /// # Errors
 /// What was found and what to do.
-pub(super) fn open(gpu: u32) -> Result<Device, String> {
+pub(crate) fn open(gpu: u32) -> Result<Device, String> {
     let failed = |error: DeviceError| error.to_string();
     let present = Device::count().map_err(failed)?;
     if gpu >= present {

@@ -13,6 +13,7 @@ use expertd_types::{Coverage, Fp8Products};
 
 use super::*;
 use crate::serve::plan::machine::Machine;
+use crate::serve::plan::sizes::Sizes;
 use crate::serve::plan::{Timeouts, cluster};
 use crate::serve::settings::Source;
 
@@ -142,10 +143,10 @@ fn the_kernels_follow_from_the_cards_and_the_setting() {
     assert!(refused.starts_with("gpu-path: ") && refused.contains("--gpus"), "{refused}");
 }
 
-/// The ranks' configuration on these GPUs; `given` has the other settings.
-fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
+/// A machine with a rank on each of these GPUs.
+fn machine_with(gpus: &[u32]) -> Machine {
     let ranks = gpus.len();
-    let machine = Machine {
+    Machine {
         device: DeviceKind::Cuda,
         ranks: ranks as u32,
         sources: ranks as u32,
@@ -157,7 +158,12 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
         shares: (0..ranks).map(|core| vec![core]).collect(),
         nodes: vec![None; ranks],
         spin: Duration::ZERO,
-    };
+    }
+}
+
+/// The ranks' configuration on these GPUs; `given` has the other settings.
+fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
+    let machine = machine_with(gpus);
     let shape = GroupShape {
         ranks: machine.ranks,
         sources: machine.ranks,
@@ -177,6 +183,25 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
     let mut given = Given::merge(&given, None).unwrap();
     let timeouts = Timeouts::of(&mut given, gpu::is_shared(gpus)).unwrap();
     cluster(machine, shape, &timeouts, checkpoint, serde_json::Value::Null, None)
+}
+
+#[test]
+fn formats_that_the_portable_kernels_lack_are_refused_in_every_group() {
+    let sizes = |name: &str, kernels, ranks| {
+        let machine = Machine { kernels: Some(kernels), ranks, ..machine_with(&[0]) };
+        let checkpoint = Checkpoint::open_layers(&fixture(name), LayerChoice::All).unwrap();
+        let mut given = Given::merge(&ServeArgs::default(), None).unwrap();
+        Sizes::choose(&mut given, checkpoint.spec(), &machine).map(|_| ()).map_err(|error| error.to_string())
+    };
+    // One GPU rank, alone and with two CPU ranks beside it.
+    for ranks in [1, 3] {
+        for name in ["quantised/deepseek_v3-nvfp4", "quantised/qwen3_moe-mxfp8-library"] {
+            let refused = sizes(name, KernelPath::Portable, ranks).unwrap_err();
+            assert!(refused.contains("the portable kernels do not compute that"), "{refused}");
+            assert_eq!(sizes(name, KernelPath::Hopper, ranks), Ok(()), "{name}");
+        }
+        assert_eq!(sizes("quantised/deepseek_v3-int4", KernelPath::Portable, ranks), Ok(()));
+    }
 }
 
 #[test]
