@@ -12,7 +12,8 @@ Tests of services run once for each number of ranks in --ranks. If that is large
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
 by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
 use two ranks, as more can block one another (docs/gpu.md). With --portable everything runs the portable kernels, as it does on cards other
-than Hopper; tests of what those do not have (products of FP8) are left out. With --one-gpu each test uses one GPU, and --lanes tests run on each.
+than Hopper; tests of what those do not have (products of FP8) are left out. With --one-gpu, and where the GPUs cannot form a group, each test uses one GPU, and --lanes
+tests run on each.
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. With --resume, tests that passed before with the same --logs are left
@@ -234,7 +235,7 @@ def inventory():
         if done.returncode:
             sys.exit(f"`{program} inventory` fails: {done.stderr.strip()}")
         found = json.loads(done.stdout)
-        return found["gpus"], found["nccl"]
+        return found["gpus"], found["peers"], found["nccl"]
     except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
         sys.exit(f"`{program} inventory` fails: {error}")
 
@@ -242,6 +243,11 @@ def inventory():
 def is_portable(cards):
     """Whether the tests run the portable kernels: because the environment says so, or because of the first card."""
     return os.environ.get("EXPERTD_GPU_PATH") == "portable" or any(card["capability"] != [9, 0] for card in cards[:1])
+
+
+def are_a_group(cards, peers):
+    """Whether ranks on all of these cards can form one group."""
+    return all(map(all, peers)) and len({(tuple(card["capability"]), card["multiprocessors"]) for card in cards}) < 2
 
 
 def can_share(nccl):
@@ -305,8 +311,11 @@ def main():
     else:
         programs = build(BUILDS)
     present = present_gpus()
+    cards, peers, nccl = inventory() if present else ([], [], {"Err": "no GPU"})
+    if not args.one_gpu and not are_a_group(cards, peers):
+        print("each test uses one GPU, because ranks on these GPUs cannot form a group (`expertd doctor`)")
+        args.one_gpu = True
     gpus = min(present, 1) if args.one_gpu else present
-    cards, nccl = inventory() if gpus else ([], {"Err": "no GPU"})
     all_ranks = numbers_of_ranks(args.ranks, gpus, nccl)
     checks = checks_of(programs, gpus, all_ranks, args)
     checks = [c for c in checks if not args.filters or any(text in c.name for text in args.filters)]

@@ -71,8 +71,8 @@ pub type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Whether the checks run the portable kernels, decided by the first card as for ranks.
 fn is_portable() -> Result<bool, DeviceError> {
-    let (_, capability) = describe_device(0)?;
-    Ok(capability != (9, 0) || std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable"))
+    Ok(describe_device(0)?.capability != (9, 0)
+        || std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable"))
 }
 
 fn run(words: &[String]) -> Outcome {

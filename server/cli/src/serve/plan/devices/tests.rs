@@ -21,9 +21,10 @@ const HOPPER: (i32, i32) = (9, 0);
 const TURING: (i32, i32) = (7, 5);
 
 fn inventory(gpus: &[(i32, i32)], nccl: Result<(u32, u32, u32), &str>) -> Inventory {
-    let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability };
+    let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability, multiprocessors: 132 };
     let nccl = nccl.map(|version| NcclFacts { version, origin: "libnccl.so.2".into() });
-    Inventory { gpus: gpus.iter().map(gpu).collect(), nccl: nccl.map_err(str::to_owned) }
+    let peers = vec![vec![true; gpus.len()]; gpus.len()];
+    Inventory { gpus: gpus.iter().map(gpu).collect(), peers, nccl: nccl.map_err(str::to_owned) }
 }
 
 fn choose(serve: ServeArgs, found: &Inventory) -> (Result<Devices, String>, Given) {
@@ -139,8 +140,38 @@ fn the_kernels_follow_from_the_cards_and_the_setting() {
     let forced = ServeArgs { gpu_path: Some(GpuPath::Portable), ..ServeArgs::default() };
     assert_eq!(kernels(forced.clone(), &[HOPPER, ADA]).0, Ok(Some(KernelPath::Portable)));
     assert_eq!(kernels(ServeArgs::default(), &[HOPPER]).0, Ok(Some(KernelPath::Hopper)));
-    let refused = kernels(ServeArgs::default(), &[HOPPER, ADA]).0.unwrap_err();
-    assert!(refused.starts_with("gpu-path: ") && refused.contains("--gpus"), "{refused}");
+    let refused = kernels(listed("0,1", false), &[HOPPER, ADA]).0.unwrap_err();
+    assert!(refused.starts_with("gpus: ") && refused.contains("different kernels"), "{refused}");
+}
+
+/// Cards whose ranks would fail only after they have loaded.
+#[test]
+fn gpus_that_cannot_form_a_group_have_one_rank() {
+    let ranks = |count: u32| ServeArgs { ranks: Some(count.into()), ..ServeArgs::default() };
+    let three = inventory(&[HOPPER; 3], Ok((2, 28, 9)));
+    let mut no_peers = three.clone();
+    no_peers.peers = (0..3).map(|from| (0..3).map(|to| from == to).collect()).collect();
+    let mut unequal = three.clone();
+    unequal.gpus[0].multiprocessors = 28;
+    unequal.gpus[2].multiprocessors = 114;
+    for (found, apart) in [(no_peers, "no peer access to GPU"), (unequal, "has 28 multiprocessors")] {
+        let (chosen, given) = choose(ServeArgs::default(), &found);
+        assert_eq!(chosen, on_gpus(&[0]));
+        let Source::Default(why) = &given.ranks.1 else { panic!("{:?}", given.ranks) };
+        assert!(why.contains(apart), "{apart:?} is not in {why}");
+        let refused = choose(ranks(2), &found).0.unwrap_err();
+        assert!(refused.starts_with("ranks: is 2, but at most 1") && refused.contains(apart), "{refused}");
+        let refused = choose(listed("0,1", false), &found).0.unwrap_err();
+        assert!(refused.starts_with("gpus: ") && refused.contains(apart), "{refused}");
+        assert_eq!(choose(listed("1", false), &found).0, on_gpus(&[1]));
+        assert_eq!(choose(ranks(1), &found).0, on_gpus(&[0]));
+    }
+    // The last two of three are alike.
+    let mut pair = three;
+    pair.gpus[0].multiprocessors = 28;
+    assert_eq!(choose(ServeArgs::default(), &pair).0, on_gpus(&[1, 2]));
+    assert_eq!(choose(ranks(2), &pair).0, on_gpus(&[1, 2]));
+    assert!(choose(ranks(3), &pair).0.unwrap_err().contains("at most 2"));
 }
 
 /// A machine with a rank on each of these GPUs.
