@@ -75,6 +75,12 @@ impl GpuFacts {
         }
     }
 
+    /// Whether the driver compiles the kernels of ranks on it from PTX.
+    #[must_use]
+    pub fn needs_ptx(&self, path: GpuPath) -> bool {
+        self.kernels(path) == Some(KernelPath::Portable) && self.capability.0 != OLDEST.0
+    }
+
     /// What is wrong with an unsupported GPU, and what to do.
     #[must_use]
     pub fn refusal(&self, index: u32) -> String {
@@ -172,6 +178,21 @@ impl Inventory {
     }
 }
 
+/// Why the driver cannot compile the build's PTX; `None` if it can. `nvcc` is the release that made the PTX, `driver` the newest CUDA that
+/// the driver supports.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn ptx_refusal(nvcc: &str, driver: (i32, i32)) -> Option<String> {
+    let (major, minor) = nvcc.split_once('.')?;
+    let made = (major.parse().ok()?, minor.parse().ok()?);
+    (driver < made).then(|| {
+        format!(
+            "the driver supports CUDA {}.{}, and its compiler does not read the PTX of nvcc {nvcc}, which this GPU's kernels are made \
+             from; install a newer driver, or build with nvcc {}.{} or older",
+            driver.0, driver.1, driver.0, driver.1
+        )
+    })
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -223,6 +244,20 @@ mod tests {
         assert!(apart.contains("132 multiprocessors") && apart.contains("142"), "{apart}");
         assert_eq!(of(&[h100; 3], &[2, 0, 1], GpuPath::Auto), "GPU 1 has no peer access to GPU 0");
         assert_eq!(of(&[h100; 3], &[2, 1, 2, 2], GpuPath::Auto), "");
+    }
+
+    #[test]
+    fn ptx_needs_a_driver_as_new_as_the_compiler() {
+        assert!(
+            !card((9, 0), 132).needs_ptx(GpuPath::Auto) && card((9, 0), 132).needs_ptx(GpuPath::Portable)
+        );
+        let needs = |capability| card(capability, 1).needs_ptx(GpuPath::Auto);
+        assert!(!needs((8, 0)) && !needs((8, 6)) && !needs((8, 9)) && !needs((7, 5)));
+        assert!(needs((10, 0)) && needs((12, 0)));
+        assert_eq!(ptx_refusal("13.0", (13, 0)), None);
+        assert_eq!(ptx_refusal("12.8", (13, 0)), None);
+        let refused = ptx_refusal("13.1", (13, 0)).unwrap();
+        assert!(refused.contains("CUDA 13.0") && refused.contains("nvcc 13.1"), "{refused}");
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! The GPU of a rank or loader.
 
-use expertd_kernels::device::{Description, Device, DeviceError, describe_device};
+use expertd_kernels::device::{Description, Device, DeviceError, describe_device, driver_version};
 use expertd_types::GpuPath;
 
+use crate::gpus::ptx_refusal;
 use crate::{GPU_PATH, GpuFacts};
 
 /// The setting of the service, in its ranks and loaders.
@@ -40,6 +41,12 @@ pub(crate) fn open(gpu: u32) -> Result<Device, String> {
     let device = Device::open(gpu).map_err(failed)?;
     let (facts, path) = (facts_of(gpu).map_err(failed)?, gpu_path()?);
     let kernels = facts.kernels(path).ok_or_else(|| facts.refusal(gpu))?;
+    if facts.needs_ptx(path) {
+        let driver = driver_version().map_err(failed)?;
+        if let Some(refusal) = ptx_refusal(expertd_kernels::NVCC, driver) {
+            return Err(format!("GPU {gpu} ({}): {refusal}", facts.name));
+        }
+    }
     if !device.exports_memory().map_err(failed)? {
         return Err(format!(
             "GPU {gpu} ({}) cannot export memory as a descriptor, which weights that outlive ranks need (a virtual GPU, or WSL?); \

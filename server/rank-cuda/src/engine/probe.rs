@@ -12,6 +12,7 @@ use expertd_kernels::path::KernelPath;
 use expertd_types::GpuPath;
 
 use super::open::{facts_of, gpu_path};
+use crate::gpus::ptx_refusal;
 use crate::{
     CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, Check, Inventory, NcclFacts, SHARING_NEEDED, SHARING_WAY_OUT,
 };
@@ -136,6 +137,12 @@ fn driver() -> Check {
     match driver_version() {
         Ok((major, minor)) => {
             let found = format!("supports CUDA {major}.{minor}; kernels by nvcc {}", expertd_kernels::NVCC);
+            if major >= 13
+                && needs_ptx()
+                && let Some(refusal) = ptx_refusal(expertd_kernels::NVCC, (major, minor))
+            {
+                return Check::failed("driver", found, "as new as nvcc, for PTX", &refusal);
+            }
             Check::new("driver", major >= 13, found, DRIVER_NEEDED).way_out("install a newer NVIDIA driver")
         }
         Err(error) => Check::failed(
@@ -145,6 +152,13 @@ fn driver() -> Check {
             "install NVIDIA's driver, or start the container with GPUs (--gpus all)",
         ),
     }
+}
+
+/// Whether the driver has to compile kernels for any GPU. A GPU that cannot be examined has a check of its own.
+fn needs_ptx() -> bool {
+    let path = gpu_path().unwrap_or_default();
+    let count = Device::count().unwrap_or(0);
+    (0..count).any(|gpu| facts_of(gpu).is_ok_and(|facts| facts.needs_ptx(path)))
 }
 
 fn devices() -> Result<Vec<Device>, String> {

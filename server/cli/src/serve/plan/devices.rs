@@ -1,5 +1,7 @@
 //! The device of the ranks, their number, and the GPU of each of them.
 
+use std::path::{Path, PathBuf};
+
 use super::PlanError;
 use super::values::{derive, value};
 use crate::serve::kinds::{Kinds, RankNumbers};
@@ -7,6 +9,7 @@ use crate::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, Inventory, KernelPath};
 use expertd_types::GpuPath;
+use rustix::fs::{Access, access};
 
 /// Largest number of ranks on one host.
 pub(super) const MAX_RANKS: u32 = 8;
@@ -166,6 +169,7 @@ impl Devices {
         derive(&mut given.gpus, text.join(","), "one per rank");
         let ranks = derive(&mut given.ranks, (gpus.len() as u32).into(), "one per GPU listed");
         let kernels = found.kernels_of(&gpus);
+        found.check_cache(given.gpu_cache_dir.0.as_deref(), &gpus)?;
         let why = kernels.map_or_else(String::new, |kernels| format!("the ranks run {kernels}"));
         derive(&mut given.gpu_path, GpuPath::Auto, &*why);
         Ok(Devices { device, ranks: ranks.first, sources: ranks.first, gpus, kernels })
@@ -222,6 +226,40 @@ impl Found {
     fn kernels_of(&self, gpus: &[u32]) -> Option<KernelPath> {
         let first = self.inventory.as_ref()?.gpus.get(*gpus.first()? as usize)?;
         first.kernels(self.path)
+    }
+
+    /// Checks that the driver can keep the kernels that it compiles for these GPUs; without that it compiles them whenever ranks start.
+    fn check_cache(&self, folder: Option<&Path>, gpus: &[u32]) -> Result<(), PlanError> {
+        let facts = |gpu: &u32| self.inventory.as_ref()?.gpus.get(*gpu as usize);
+        if !gpus.iter().filter_map(facts).any(|facts| facts.needs_ptx(self.path)) {
+            return Ok(());
+        }
+        if let Some(folder) = folder {
+            let made = std::fs::create_dir_all(folder).map_err(|error| error.to_string());
+            return made.and_then(|()| writable(folder)).map_err(|problem| {
+                let folder = folder.display();
+                value(
+                    "gpu-cache-dir",
+                    format!("is {folder}, where the driver keeps the kernels that it compiles: {problem}"),
+                )
+            });
+        }
+        let of_driver = std::env::var_os("CUDA_CACHE_PATH").map(PathBuf::from);
+        let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".nv/ComputeCache"));
+        let problem = match of_driver.or_else(home) {
+            // The driver makes it.
+            Some(folder) => folder.ancestors().find(|folder| folder.exists()).and_then(|folder| {
+                writable(folder).err().map(|problem| format!("{}: {problem}", folder.display()))
+            }),
+            None => Some("HOME is not set".to_owned()),
+        };
+        if let Some(problem) = problem {
+            tracing::warn!(
+                problem,
+                "the driver cannot keep the kernels that it compiles, and compiles them whenever ranks start; set gpu-cache-dir"
+            );
+        }
+        Ok(())
     }
 
     /// The GPUs that the kernels run on, as far as that is known.
@@ -320,6 +358,11 @@ impl Found {
             }
         }
     }
+}
+
+/// Checks that this process and its children can make files in a folder.
+fn writable(folder: &Path) -> Result<(), String> {
+    access(folder, Access::WRITE_OK | Access::EXEC_OK).map_err(|error| error.to_string())
 }
 
 /// Parses the GPUs of ranks, such as `0,1,2`.

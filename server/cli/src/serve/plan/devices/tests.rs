@@ -1,6 +1,6 @@
 //! Tests of `devices`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use expertd_core::cluster::ClusterConfig;
@@ -172,6 +172,23 @@ fn gpus_that_cannot_form_a_group_have_one_rank() {
     assert_eq!(choose(ServeArgs::default(), &pair).0, on_gpus(&[1, 2]));
     assert_eq!(choose(ranks(2), &pair).0, on_gpus(&[1, 2]));
     assert!(choose(ranks(3), &pair).0.unwrap_err().contains("at most 2"));
+}
+
+#[test]
+fn a_cache_that_the_driver_cannot_write_is_refused_where_kernels_are_compiled() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let with = |cache: &Path, card| {
+        let serve = ServeArgs { gpu_cache_dir: Some(cache.to_owned()), ..ServeArgs::default() };
+        choose(serve, &inventory(&[card], Err("none"))).0.map(|devices| devices.kernels)
+    };
+    let (blackwell, new) = ((12, 0), folder.path().join("new/folder"));
+    assert_eq!(with(&new, blackwell), Ok(Some(KernelPath::Portable)));
+    assert!(new.is_dir());
+    let refused = with(&file.join("in"), blackwell).unwrap_err();
+    assert!(refused.starts_with("gpu-cache-dir: ") && refused.contains("Not a directory"), "{refused}");
+    assert_eq!(with(&file.join("in"), HOPPER), Ok(Some(KernelPath::Hopper)), "nothing is compiled");
 }
 
 /// A machine with a rank on each of these GPUs.
