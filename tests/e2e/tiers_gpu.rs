@@ -1,6 +1,6 @@
 //! Mixed groups of one GPU rank and CPU ranks. Ignored by default, like the tests of `gpu`.
 
-use crate::gpu::{QUANTISED, gpus};
+use crate::gpu::{QUANTISED, REPACKED, gpus, is_refused};
 use crate::service::{families, fixture, part};
 use crate::tiers::{faults_are_unseen, placements_come_in, start, verified};
 
@@ -24,7 +24,8 @@ async fn recorded_answers_of_every_family_beside_cpu_ranks() {
 async fn recorded_answers_of_quantised_checkpoints_beside_cpu_ranks() {
     let _in_use = gpus();
     let mut rng = expertd_test_seed::rng();
-    for (index, name) in part(QUANTISED.to_vec()).into_iter().enumerate() {
+    let names = part([&QUANTISED[..], &REPACKED].concat());
+    for (index, name) in names.into_iter().filter(|name| !is_refused(name)).enumerate() {
         let model = fixture(name);
         let service = start("cuda,cpu", &model, index % 2 + 1, &mut rng, &["--fp8-compute", "bf16"]);
         verified(&service, &model, "f32", &["1000", "3"], "1e-2").await;
