@@ -233,12 +233,23 @@ fn a_mixed_group_has_one_source_and_cpu_ranks() {
         (of(DeviceKind::Cuda, 2, &[0]), "1,2".to_owned())
     );
     let cpu = ServeArgs { gpu_memory: Some("1GiB".parse().unwrap()), ..ServeArgs::default() };
+    let listed_mixed = |gpus: &str, ranks: Option<&str>| {
+        let device = Some("cuda,cpu".parse().unwrap());
+        let ranks = ranks.map(|ranks| ranks.parse().unwrap());
+        choose(ServeArgs { device, ranks, ..listed(gpus, false) }, &two).0
+    };
+    assert_eq!(listed_mixed("1", Some("1,2")), of(DeviceKind::Cuda, 2, &[1]));
     for (refused, part) in [
         (mixed("cuda,cpu", Some("2,2")).0, "has one cuda rank"),
+        (mixed("cuda,cpu", Some("0,2")).0, "use --ranks 1,2"),
+        (mixed("cpu,cpu", Some("0,2")).0, "is 0,2, but a mixed group has one cpu rank"),
+        (mixed("cpu,cpu", Some("0,0")).0, "has no CPU ranks"),
         (mixed("cuda,cpu", Some("1,8")).0, "at most 8 ranks"),
         (mixed("cuda,cpu", Some("1,0")).0, "has no CPU ranks"),
         (mixed("cuda", Some("1,2")).0, "need --device cuda,cpu"),
         (choose(cpu, &two).0, "gpu-memory: "),
+        (listed_mixed("0,1", None), "gpus: has 2 entries, but a mixed group has one GPU rank"),
+        (listed_mixed("0,1", Some("1,2")), "name one GPU"),
     ] {
         let refused = refused.unwrap_err();
         assert!(refused.contains(part), "{part:?} is not in {refused}");
