@@ -174,18 +174,20 @@ pub fn plan(plan: &ServePlan) -> String {
 fn tiers(plan: &ServePlan) -> String {
     let ServePlan { spec, cluster, .. } = plan;
     let ranks = cluster.shape.ranks as usize;
-    let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
+    let sources = cluster.shape.sources as usize;
+    let placement = cluster.checkpoint.placement.clone();
+    let share = ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources);
     let (mut all, mut resident, mut whole, mut layers) = (0, 0, 0, 0);
     for (layer, moe) in spec.moe_layers() {
         let of_source = share.layer(layer, moe).experts_of(Rank(0)).len();
         (all, resident, layers) = (all + moe.experts.count, resident + of_source, layers + 1);
         whole += usize::from(of_source == moe.experts.count);
     }
-    let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
-    let on_cpus: u64 = bytes_of_ranks(spec, ranks, held).iter().skip(cluster.shape.sources as usize).sum();
+    let held = |layer, moe: &MoeLayer, rank| share.held(layer, moe, rank);
+    let on_cpus: u64 = bytes_of_ranks(spec, ranks, sources, held).iter().skip(sources).sum();
     format!(
         "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {} CPU ranks, in {} of host memory",
-        ranks - cluster.shape.sources as usize,
+        ranks - sources,
         bytes(on_cpus),
     )
 }

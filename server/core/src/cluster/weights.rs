@@ -166,6 +166,7 @@ impl Loading {
             let setup = LoaderSetup {
                 rank,
                 ranks: config.shape.ranks,
+                sources: config.shape.sources,
                 device: config.devices[rank.index()],
                 gpus: config.gpus.clone(),
                 checkpoint: self.source.clone(),

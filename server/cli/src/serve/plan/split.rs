@@ -61,7 +61,7 @@ pub(crate) fn by_memory(
 fn source_bytes(spec: &ModelSpec, device: DeviceKind, products: Fp8Products, resident: usize) -> u64 {
     let held = |_, moe: &MoeLayer, _| resident.min(moe.experts.count);
     let of_ranks = match device {
-        DeviceKind::Cpu => bytes_of_ranks(spec, 1, held),
+        DeviceKind::Cpu => bytes_of_ranks(spec, 1, 1, held),
         DeviceKind::Cuda => gpu_bytes_of_ranks(spec, products, 1, held),
     };
     of_ranks.iter().sum()
