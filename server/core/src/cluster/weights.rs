@@ -171,8 +171,8 @@ impl Loading {
                 gpus: config.gpus.clone(),
                 checkpoint: self.source.clone(),
                 fp8_products: config.fp8_products,
-                cores: config.cores[rank.index()].clone(),
-                threads: config.threads(rank),
+                cores: config.loader_cores(rank),
+                threads: config.loader_threads(rank),
                 heartbeat: config.heartbeat(),
                 in_background: self.in_background,
             };

@@ -194,6 +194,23 @@ fn ranks_that_share_a_gpu_get_more_time_and_the_permission_of_nccl() {
     assert_eq!(cluster_on(&[0, 0], given).peer_timeout, Duration::from_secs(7));
 }
 
+/// The GPU rank's loader has most of the weights, and the rank itself one or two cores. CPU ranks are loaded on their own NUMA nodes.
+#[test]
+fn the_loader_of_a_gpu_rank_beside_cpu_ranks_may_use_all_cores() {
+    use expertd_types::Rank;
+    let mut config = cluster_on(&[0], ServeArgs::default());
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0], 1));
+    config.shape.ranks = 3;
+    config.devices = vec![DeviceKind::Cuda, DeviceKind::Cpu, DeviceKind::Cpu];
+    config.cores = vec![vec![0, 1], vec![2, 3, 4, 5, 6], vec![7, 8, 9, 10, 11]];
+    config.usable_cores = 12;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), ((0..12).collect(), 4));
+    assert_eq!((config.loader_cores(Rank(2)), config.loader_threads(Rank(2))), (vec![7, 8, 9, 10, 11], 5));
+    assert_eq!((config.cores[0].len(), config.threads(Rank(0))), (2, 2), "the rank keeps its cores");
+    config.devices[0] = DeviceKind::Cpu;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0, 1], 2));
+}
+
 #[test]
 fn a_driver_that_does_not_answer_leaves_the_decision_to_the_ranks() {
     let host = Host { has_gpu_ranks: true, gpus: 2, inventory: &|| Err("hangs".into()), nodes: 1 };
