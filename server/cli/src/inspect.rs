@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
-use super::serve::plan::by_memory;
+use super::serve::division::by_memory;
 use super::serve::kinds::MemorySize;
 use super::serve::layers;
 use super::units::bytes;

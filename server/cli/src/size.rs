@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
+use super::serve::division::by_memory;
 use super::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use super::serve::layers;
-use super::serve::plan::{MAX_BYTES_IN_FLIGHT, by_memory, default_bytes_in_flight, read_placement};
+use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
 use super::units::{bytes, count};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;

@@ -209,6 +209,7 @@ pub(crate) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
     let layer = |layer: LayerRows| v1::LayerExpertRows {
         layer: layer.layer.0,
         ranks: layer.ranks.into_iter().map(|rows| v1::RankExpertRows { rows }).collect(),
+        source_experts: layer.source_experts.map(|experts| experts as u32),
     };
     v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
 }

@@ -63,6 +63,7 @@ mod tests {
                 max_connections: 1,
                 max_bytes_in_flight: 1,
             },
+            sources: 0,
             placement: Vec::new(),
         }
     }
