@@ -236,7 +236,7 @@ mod tests {
         let (placement, changes) = rebalance(&counted, None, 0).unwrap();
         let owners = placement.layer(LayerId(4)).unwrap();
         assert_eq!(owners.experts_of(Rank(0)), [5]);
-        assert_eq!((changes[0].before, changes[0].after), (0.51, 0.4));
+        assert_eq!((changes[0].before, changes[0].after, changes[0].copies), (0.51, 0.4, 6));
         // A layer that is whole on the source stays so.
         let (placement, _) = rebalance(&mixed(2, &[&[1, 1], &[0, 0]]), None, 0).unwrap();
         assert_eq!(placement.layer(LayerId(4)).unwrap().experts_of(Rank(0)), [0, 1]);

@@ -23,12 +23,17 @@ const EVEN: f64 = 1.001;
 /// If `ranks` is zero.
 #[must_use]
 pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
+    let room = rows.len().div_ceil(ranks).saturating_add(spare);
+    // An expert has at most one copy on each rank.
+    let extra = room.saturating_mul(ranks).min(rows.len() * ranks) - rows.len();
+    place(rows, ranks, room, extra)
+}
+
+/// Computes a placement in which a rank owns at most `room` experts, with at most `extra` copies beside one of each expert.
+fn place(rows: &[u64], ranks: usize, room: usize, extra: usize) -> LayerPlacement {
     let contiguous = LayerPlacement::contiguous(rows.len(), ranks);
     let mut found = vec![(imbalance(rows, &contiguous), contiguous)];
     if rows.iter().any(|&rows| rows > 0) {
-        let room = rows.len().div_ceil(ranks).saturating_add(spare);
-        // An expert has at most one copy on each rank.
-        let extra = room.saturating_mul(ranks).min(rows.len() * ranks) - rows.len();
         let mut copies = vec![1_u32; rows.len()];
         let mut added = 0;
         for trial in 0..=TRIALS {
@@ -62,7 +67,7 @@ pub fn balance_mixed(rows: &[u64], resident: usize, workers: usize) -> LayerPlac
     order.sort_by_key(|&expert| std::cmp::Reverse(rows[expert as usize]));
     let others = order.split_off(resident.min(order.len()));
     let rows_of_others: Vec<u64> = others.iter().map(|&expert| rows[expert as usize]).collect();
-    let shared = balance(&rows_of_others, workers, 0);
+    let shared = place(&rows_of_others, workers, others.len().div_ceil(workers), 0);
     let of_worker = |worker| shared.experts_of(Rank(worker)).iter().map(|&at| others[at as usize]).collect();
     LayerPlacement::new(std::iter::once(order).chain((0..workers as u32).map(of_worker)).collect())
 }
