@@ -28,7 +28,7 @@ pub(crate) fn empty_response(model: &ModelInfo) -> v1::ForwardResponse {
             generation: model.generation.0,
             weight_version: model.weight_version.0,
             weight_fingerprint: model.weight_fingerprint.to_string(),
-            tokens_per_rank: vec![0; model.placement.len()],
+            tokens_per_rank: vec![0; model.sources],
             ..v1::Receipt::default()
         }),
     }

@@ -36,10 +36,10 @@ mod tests {
     use std::collections::BTreeMap;
 
     use expertd_proto::v1::GetModelResponse;
-    use expertd_types::{Coverage, Generation, LayerId, LayerRange, WeightFingerprint, WeightVersion};
+    use expertd_types::{Coverage, Generation, LayerId, LayerRange, Rank, WeightFingerprint, WeightVersion};
 
     use super::*;
-    use expertd_core::backend::Limits;
+    use expertd_core::backend::{Limits, RankPlacement};
 
     fn model(generation: u64) -> ModelInfo {
         ModelInfo {
@@ -66,6 +66,14 @@ mod tests {
             sources: 0,
             placement: Vec::new(),
         }
+    }
+
+    #[test]
+    fn the_answer_to_no_tokens_counts_the_ranks_that_get_rows() {
+        let rank = |rank| RankPlacement { rank: Rank(rank), device: "cpu".into(), experts: Vec::new() };
+        let mixed = ModelInfo { sources: 1, placement: (0..3).map(rank).collect(), ..model(1) };
+        let receipt = super::super::convert::empty_response(&mixed).receipt;
+        assert_eq!(receipt.map(|receipt| receipt.tokens_per_rank), Some(vec![0]));
     }
 
     #[test]
