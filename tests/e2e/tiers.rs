@@ -15,10 +15,12 @@ use rand::seq::SliceRandom as _;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::balance::counts;
+use crate::balance::{ROWS, counts, owned, routed};
 use crate::reload::reload_of;
 use crate::service::load::{Load, Rows};
-use crate::service::{Service, alive, eventually, families, fixture, golden, send, serve_to_the_end};
+use crate::service::{
+    Service, alive, eventually, families, fixture, golden, program, send, serve_to_the_end,
+};
 
 const FAMILY: &str = "qwen3_moe";
 /// Rows travel to CPU ranks in bf16.
@@ -249,8 +251,10 @@ fn settings_that_no_mixed_group_can_have_are_named() {
         assert_eq!(status, Some(64), "{more:?}: {error}");
         error
     };
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 6] = [
         (&["--device", "cpu,cpu", "--ranks", "2,1"], "use --ranks 1,1"),
+        (&["--device", "cpu,cpu", "--ranks", "0,2"], "use --ranks 1,2"),
+        (&["--device", "cpu,cpu", "--ranks", "0,0"], "has no CPU ranks"),
         (&["--device", "cpu", "--ranks", "1,1"], "need --device cuda,cpu"),
         (&["--device", "cpu,cpu", "--ranks", "1,1", "--gpu-memory", "1K"], "one expert of each layer"),
         (&["--device", "cpu", "--gpu-memory", "1G"], "--device cuda,cpu"),
@@ -259,4 +263,99 @@ fn settings_that_no_mixed_group_can_have_are_named() {
         let error = refused(more);
         assert!(error.contains(part), "{more:?}: {part:?} is not in {error}");
     }
+}
+
+/// A service of three ranks whose source may hold three experts of each layer, and the budget in bytes.
+fn start_with_budget() -> (Service, u64) {
+    let model = fixture(FAMILY);
+    let spec = Checkpoint::open_layers(&model, LayerChoice::All).unwrap().spec().clone();
+    let of_experts: u64 = spec.moe_layers().map(|(_, moe)| moe.experts.bytes).sum();
+    // The gates take less than an expert of each layer.
+    let budget = 4 * of_experts - 1;
+    (Service::start(FAMILY, 3, &["--device", "cpu,cpu", "--gpu-memory", &budget.to_string()]), budget)
+}
+
+/// `[layers][ranks]`: numbers of experts by GetModel.
+async fn held(service: &Service) -> Vec<Vec<usize>> {
+    let model = Client::connect(&service.address).await.unwrap().model("").await.unwrap().clone();
+    let of = |layer: u32| owned(&model, layer).iter().map(Vec::len).collect();
+    model.moe_layers.iter().map(|layer| of(layer.layer)).collect()
+}
+
+/// A placement that gives the source of every layer the experts `of_source`, and the other ranks the others in turn.
+fn dealt(of_source: impl Fn(u32) -> bool) -> ExpertPlacement {
+    let checkpoint = Checkpoint::open_layers(&fixture(FAMILY), LayerChoice::All).unwrap();
+    let of = |(layer, moe): (LayerId, &MoeLayer)| {
+        let mut ranks = vec![Vec::new(); 3];
+        for expert in 0..moe.experts.count as u32 {
+            ranks[if of_source(expert) { 0 } else { 1 + expert as usize % 2 }].push(expert);
+        }
+        (layer, LayerPlacement::new(ranks))
+    };
+    let layers: Vec<_> = checkpoint.spec().moe_layers().map(of).collect();
+    ExpertPlacement::new(3, layers)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reload_keeps_to_what_the_group_was_started_with() {
+    let (service, budget) = start_with_budget();
+    let version = || async {
+        let client = Client::connect(&service.address).await.unwrap();
+        client.model("").await.unwrap().weight_version
+    };
+    let begun = held(&service).await;
+    assert!(begun.iter().all(|layer| layer[0] == 3), "{begun:?}");
+    for (of_source, parts) in [
+        (dealt(|_| false), vec!["rank 0 no expert of any layer".to_owned()]),
+        (dealt(|expert| expert < 4), vec!["--gpu-memory".to_owned(), budget.to_string()]),
+        (dealt(|_| true), vec!["--gpu-memory".to_owned()]),
+    ] {
+        let (_folder, file) = write(&of_source);
+        let refused = reload_of(&service, None, Some(&file)).await.unwrap_err();
+        assert!(parts.iter().all(|part| refused.contains(part)), "{parts:?} are not in {refused}");
+    }
+    assert_eq!((version().await, held(&service).await), (1, begun.clone()));
+    let (_folder, file) = write(&dealt(|expert| expert == 7));
+    reload_of(&service, None, Some(&file)).await.unwrap();
+    assert!(held(&service).await.iter().all(|layer| layer[0] == 1));
+    // Contiguous ranges are those that the service started with, not equal parts.
+    reload_of(&service, None, Some(Path::new("contiguous"))).await.unwrap();
+    assert_eq!((version().await, held(&service).await), (3, begun));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rebalanced_mixed_group_keeps_to_its_budget() {
+    let (service, _) = start_with_budget();
+    let client = Client::connect(&service.address).await.unwrap();
+    let mut rows = Rows::new(&golden(FAMILY), 5, ROWS).within(TOLERANCE);
+    let layers = rows.layers().to_vec();
+    // Experts 6 and 7 of every layer, both on the last rank, have all rows.
+    for &layer in &layers {
+        let (request, _) = rows.draw_of(layer, ROWS);
+        client.forward(routed(request, |_| [6, 7]), None).await.unwrap();
+    }
+    let rebalance = |more: &[&str]| {
+        let line = [&["rebalance", "--admin", &service.admin], more].concat();
+        std::process::Command::new(program()).args(line).output().unwrap()
+    };
+    let refused = rebalance(&["--spare-experts", "1"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && error.contains("--spare-experts is 1"), "{error}");
+    let made = rebalance(&[]);
+    assert!(made.status.success(), "{made:?}");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("placement.json");
+    std::fs::write(&file, &made.stdout).unwrap();
+    let before = held(&service).await;
+    reload_of(&service, None, Some(&file)).await.unwrap();
+    assert_eq!(
+        held(&service).await.iter().map(|layer| layer[0]).collect::<Vec<_>>(),
+        before.iter().map(|layer| layer[0]).collect::<Vec<_>>()
+    );
+    let model = client.model("").await.unwrap();
+    for &layer in &layers {
+        assert!([6, 7].iter().all(|expert| owned(&model, layer)[0].contains(expert)), "layer {layer}");
+    }
+    let (request, wanted) = rows.draw();
+    rows.check(&client.forward(request.clone(), None).await.unwrap(), &wanted, &request);
 }

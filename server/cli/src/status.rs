@@ -67,7 +67,11 @@ fn rows_to_json(rows: &GetExpertRowsResponse) -> serde_json::Value {
         .iter()
         .map(|layer| {
             let ranks: Vec<_> = layer.ranks.iter().map(|rank| &rank.rows).collect();
-            json!({ "layer": layer.layer, "ranks": ranks })
+            let mut rows = json!({ "layer": layer.layer, "ranks": ranks });
+            if let Some(experts) = layer.source_experts {
+                rows["source_experts"] = experts.into();
+            }
+            rows
         })
         .collect();
     json!({ "layers": layers })

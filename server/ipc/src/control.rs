@@ -56,6 +56,8 @@ pub struct LoaderSetup {
     pub rank: Rank,
     /// Number of ranks in the group.
     pub ranks: u32,
+    /// Number of ranks that get rows; fewer in a mixed group.
+    pub sources: u32,
     /// The device that the rank runs on.
     pub device: DeviceKind,
     /// The GPUs of the GPU ranks, which are the first ones, as indices among the GPUs that the process may use.

@@ -90,6 +90,7 @@ impl Fake {
             layers,
             weight_formats: vec!["bf16".to_owned()],
             limits,
+            sources: 2,
             placement: (0..2)
                 .map(|rank| RankPlacement {
                     rank: Rank(rank),
@@ -224,7 +225,11 @@ impl Backend for Fake {
 
     fn expert_rows(&self) -> ExpertRows {
         ExpertRows {
-            layers: vec![LayerRows { layer: LayerId(4), ranks: vec![vec![1, 0, 7], vec![2, 0, 0]] }],
+            layers: vec![LayerRows {
+                layer: LayerId(4),
+                ranks: vec![vec![1, 0, 7], vec![2, 0, 0]],
+                source_experts: None,
+            }],
         }
     }
 

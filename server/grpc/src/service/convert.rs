@@ -216,6 +216,7 @@ pub(crate) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
     let layer = |layer: LayerRows| v1::LayerExpertRows {
         layer: layer.layer.0,
         ranks: layer.ranks.into_iter().map(|rows| v1::RankExpertRows { rows }).collect(),
+        source_experts: layer.source_experts.map(|experts| experts as u32),
     };
     v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
 }
@@ -269,6 +270,7 @@ mod tests {
                     max_connections: u32::MAX,
                     max_bytes_in_flight: usize::MAX,
                 },
+                sources: MOST,
                 placement: vec![rank.clone(); ranks],
             };
             let (bound, found) = (model_bytes(&info), encoded_model(&info).len());

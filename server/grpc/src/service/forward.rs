@@ -46,7 +46,7 @@ fn empty_answer(model: &ModelInfo) -> Answer {
         generation: model.generation,
         weight_version: model.weight_version,
         weight_fingerprint: model.weight_fingerprint,
-        tokens_per_rank: vec![0; model.placement.len()],
+        tokens_per_rank: vec![0; model.sources],
         timings: Vec::new(),
         topk_ids: Bytes::new(),
         topk_weights: Bytes::new(),

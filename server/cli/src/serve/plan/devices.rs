@@ -71,12 +71,11 @@ impl Devices {
         if let Some(ranks) = &mut given.ranks.0 {
             ranks.second = Some(workers);
         }
-        if sources > 1 {
+        if sources != 1 {
             return Err(value(
                 "ranks",
                 format!(
-                    "is {sources},{workers}, but a group with CPU ranks beside it has one {} rank, which gets all rows; \
-                     use --ranks 1,{workers}",
+                    "is {sources},{workers}, but a mixed group has one {} rank, which gets all rows; use --ranks 1,{workers}",
                     found.device
                 ),
             ));
@@ -100,6 +99,12 @@ impl Devices {
             let count = list.len();
             if given.device.0.is_some_and(|kinds| kinds.first == DeviceKind::Cpu) {
                 return Err(value("gpus", "is given, but device is cpu; leave one of the two out"));
+            }
+            if count != 1 && given.device.0.is_some_and(|kinds| kinds.is_mixed) {
+                return Err(value(
+                    "gpus",
+                    format!("has {count} entries, but a mixed group has one GPU rank; name one GPU"),
+                ));
             }
             if let Some(ranks) =
                 given.ranks.0.map(|ranks| ranks.first).filter(|&ranks| ranks as usize != count)

@@ -267,6 +267,23 @@ fn ranks_that_share_a_gpu_get_more_time_and_the_permission_of_nccl() {
     assert_eq!(cluster_on(&[0, 0], given).peer_timeout, Duration::from_secs(7));
 }
 
+/// The GPU rank's loader has most of the weights, and the rank itself one or two cores. CPU ranks are loaded on their own NUMA nodes.
+#[test]
+fn the_loader_of_a_gpu_rank_beside_cpu_ranks_may_use_all_cores() {
+    use expertd_types::Rank;
+    let mut config = cluster_on(&[0], ServeArgs::default());
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0], 1));
+    config.shape.ranks = 3;
+    config.devices = vec![DeviceKind::Cuda, DeviceKind::Cpu, DeviceKind::Cpu];
+    config.cores = vec![vec![0, 1], vec![2, 3, 4, 5, 6], vec![7, 8, 9, 10, 11]];
+    config.usable_cores = 12;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), ((0..12).collect(), 4));
+    assert_eq!((config.loader_cores(Rank(2)), config.loader_threads(Rank(2))), (vec![7, 8, 9, 10, 11], 5));
+    assert_eq!((config.cores[0].len(), config.threads(Rank(0))), (2, 2), "the rank keeps its cores");
+    config.devices[0] = DeviceKind::Cpu;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0, 1], 2));
+}
+
 #[test]
 fn a_driver_that_does_not_answer_leaves_the_decision_to_the_ranks() {
     let host = Host { has_gpu_ranks: true, gpus: 2, inventory: &|| Err("hangs".into()), nodes: 1 };
@@ -306,12 +323,23 @@ fn a_mixed_group_has_one_source_and_cpu_ranks() {
         (of(DeviceKind::Cuda, 2, &[0]), "1,2".to_owned())
     );
     let cpu = ServeArgs { gpu_memory: Some("1GiB".parse().unwrap()), ..ServeArgs::default() };
+    let listed_mixed = |gpus: &str, ranks: Option<&str>| {
+        let device = Some("cuda,cpu".parse().unwrap());
+        let ranks = ranks.map(|ranks| ranks.parse().unwrap());
+        choose(ServeArgs { device, ranks, ..listed(gpus, false) }, &two).0
+    };
+    assert_eq!(listed_mixed("1", Some("1,2")), of(DeviceKind::Cuda, 2, &[1]));
     for (refused, part) in [
         (mixed("cuda,cpu", Some("2,2")).0, "has one cuda rank"),
+        (mixed("cuda,cpu", Some("0,2")).0, "use --ranks 1,2"),
+        (mixed("cpu,cpu", Some("0,2")).0, "is 0,2, but a mixed group has one cpu rank"),
+        (mixed("cpu,cpu", Some("0,0")).0, "has no CPU ranks"),
         (mixed("cuda,cpu", Some("1,8")).0, "at most 8 ranks"),
         (mixed("cuda,cpu", Some("1,0")).0, "has no CPU ranks"),
         (mixed("cuda", Some("1,2")).0, "need --device cuda,cpu"),
         (choose(cpu, &two).0, "gpu-memory: "),
+        (listed_mixed("0,1", None), "gpus: has 2 entries, but a mixed group has one GPU rank"),
+        (listed_mixed("0,1", Some("1,2")), "name one GPU"),
     ] {
         let refused = refused.unwrap_err();
         assert!(refused.contains(part), "{part:?} is not in {refused}");
