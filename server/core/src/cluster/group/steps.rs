@@ -66,6 +66,11 @@ impl Group {
         self.channel.begin(slot, top_k)
     }
 
+    /// Number of ranks that run steps of a layer: the first ones.
+    pub(crate) fn ranks_of(&self, layer: LayerId) -> usize {
+        self.config.ranks_of(layer, self.placement.as_ref())
+    }
+
     /// Sends the staged step to the ranks that run it. `raises` says whether rank 0 raises completion words at its end.
     ///
     /// # Errors
@@ -91,7 +96,7 @@ impl Group {
             top_k: top_k as u32,
             ..StepDescriptor::zeroed()
         };
-        let ranks = self.config.ranks_of(layer, self.placement.as_ref());
+        let ranks = self.ranks_of(layer);
         self.channel.launch(&common, ranks).map_err(channel_fault)?;
         if self.in_flight.is_empty() {
             self.front_time = ObservedTime::start(Instant::now());
