@@ -66,9 +66,9 @@ impl Processes {
 
     /// Appends the rows of a completed step to its requests' answers. Returns when the step ended.
     pub(super) fn keep_rows(&mut self, done: StepDone) -> Option<(StepId, Time)> {
-        let launched = self.launched.pop_front()?;
+        let at = self.launched.iter().position(|launched| launched.step == done.step)?;
+        let launched = self.launched.remove(at)?;
         self.shared.note_steps(!self.launched.is_empty());
-        debug_assert_eq!(launched.step, done.step, "steps complete in order");
         let group = self.group.as_ref()?;
         // The time of a step ends here; copying its rows to the answers is not part of it.
         let now = Instant::now();
@@ -138,9 +138,9 @@ impl Processes {
 /// Whether rank 0 may raise the completion words of a step that runs on the first `ranks` ranks. `earlier`: for each earlier step in
 /// flight, whether rank 0 raises its words, and the number of its ranks.
 ///
-/// Words are raised in the order of steps: after a fault the router takes the oldest steps whose words were raised as complete, and
-/// computes all others again. In a mixed group a step whose layer is whole on the source ends before an earlier one that waits for CPU
-/// ranks. The router raises the words of such a step and of those behind it.
+/// Words are raised in the order of steps, because the router learns of the ends of steps in that order: a call must not be in flight
+/// long after its client has gone on. In a mixed group a step whose layer is whole on the source ends before an earlier one that waits
+/// for CPU ranks. The router raises the words of such a step and of those behind it.
 fn may_raise(earlier: impl IntoIterator<Item = (bool, usize)>, ranks: usize) -> bool {
     earlier.into_iter().all(|(raises, of_earlier)| raises && of_earlier <= ranks)
 }
