@@ -52,6 +52,11 @@ impl Watch {
     pub(super) fn start() -> Self {
         Watch { since: Instant::now(), next_query: QUERY_INTERVAL, looks: 0 }
     }
+
+    /// Time since the step became the oldest one.
+    pub(super) fn waited(&self) -> Duration {
+        self.since.elapsed()
+    }
 }
 
 impl CudaEngine {
