@@ -260,6 +260,9 @@ impl StepEngine for CudaEngine {
             false => self.memories.place(&segments, staging.segments, converted),
         };
         let half = self.halves(layer)[0];
+        if let Some(tier) = self.tier.as_mut().filter(|_| half == Half::First) {
+            tier.begin(slot);
+        }
         let (parts, outward) = match carried {
             Some(copies) => {
                 (self.launch_unchanged(step, layer, variant, half, &copies)?, Outward::Unchanged(copies))

@@ -80,7 +80,7 @@ impl Tier {
             )));
         }
         let wire = SourceWire::join(sizes, setup.generation, wire).map_err(setup_failure)?;
-        let (pages, bytes) = wire.pages().map_err(setup_failure)?;
+        let (pages, bytes) = wire.pages();
         // SAFETY: the wire maps these pages as long as it lives, and is dropped after `pinned`.
         let pinned = unsafe { Pinned::register(device, pages, bytes) }.map_err(|error| {
             setup_failure(format!(
@@ -119,6 +119,11 @@ impl Tier {
             sums_stride: (between / size_of::<f32>()) as u64,
             sums_count: places.sums.len() as u32,
         }
+    }
+
+    /// Begins a step of a slot, before its first half is launched.
+    pub(super) fn begin(&mut self, slot: usize) {
+        self.wire.begin(Slot(slot as u32));
     }
 
     /// Whether the second half of a step may follow: the sums of all CPU ranks have come, or the step has failed and does not wait for
