@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 use expertd_client::Client;
+use expertd_model::synth::{self, SynthConfig};
 use expertd_model::{Checkpoint, LayerChoice, MoeLayer};
+use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_test_seed::TestRng;
+use expertd_types::rows::{decode, encode, encode_i32};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
@@ -17,7 +20,7 @@ use tempfile::TempDir;
 
 use crate::balance::{ROWS, counts, owned, routed};
 use crate::reload::reload_of;
-use crate::service::load::{Load, Rows};
+use crate::service::load::{Load, Rows, check_within};
 use crate::service::{
     Service, alive, eventually, families, fixture, golden, program, send, serve_to_the_end,
 };
@@ -25,6 +28,7 @@ use crate::service::{
 const FAMILY: &str = "qwen3_moe";
 /// Rows travel to CPU ranks in bf16.
 pub(crate) const TOLERANCE: f64 = 1e-2;
+pub(crate) const POISONED_WIRE: (&str, &str) = ("EXPERTD_TIER_POISON", "1");
 const SERVING_RESUMES: Duration = Duration::from_secs(60);
 
 #[derive(clap::Parser)]
@@ -127,6 +131,66 @@ async fn recorded_answers_of_every_quantised_format_with_random_placements() {
     }
 }
 
+/// Rows with fewer experts than the gate chooses, some of them with weight zero, get the answers of a rank alone.
+pub(crate) async fn fewer_experts_are_right(device: &str, environment: &[(&str, &str)]) {
+    const TOKENS: usize = 20;
+    const EXPERTS: u32 = 16;
+    let folder = tempfile::tempdir().unwrap();
+    let sizes = SynthConfig { experts: 16, top_k: 4, ..SynthConfig::new(FAMILY) };
+    synth::write(&sizes, folder.path()).unwrap();
+    let mut rng = expertd_test_seed::rng();
+    let (_folder, file) = write(&placement(folder.path(), 2, &mut rng));
+    let flags = ["--device", device, "--placement", file.to_str().unwrap()];
+    let mixed = Service::start_checkpoint(folder.path(), 3, &flags, environment);
+    let alone = Service::start_checkpoint(folder.path(), 1, &[], &[]);
+    let mixed = (Client::connect(&mixed.address).await.unwrap(), mixed);
+    let alone = (Client::connect(&alone.address).await.unwrap(), alone);
+    for (layer, k) in (0..2).flat_map(|layer| (1..=4).map(move |k| (layer, k))) {
+        let rows: Vec<f32> = (0..TOKENS * sizes.hidden).map(|_| rng.random_range(-1.0..1.0)).collect();
+        let (mut ids, mut weights) = (Vec::new(), Vec::new());
+        for _ in 0..TOKENS {
+            let mut experts: Vec<i32> = (0..EXPERTS as i32).collect();
+            experts.shuffle(&mut rng);
+            ids.extend(&experts[..k]);
+            weights.extend(
+                (0..k)
+                    .map(|at| if at > 0 && rng.random_bool(0.3) { 0.0 } else { rng.random_range(0.1..1.0) }),
+            );
+        }
+        let mut request = ForwardRequest::inline(
+            layer,
+            TOKENS as u32,
+            DType::DtypeF32,
+            encode(&rows, expertd_types::DType::F32),
+        )
+        .with_routing(encode_i32(&ids), encode(&weights, expertd_types::DType::F32), k as u32);
+        request.return_routing = true;
+        let wanted = alone.0.forward(request.clone(), None).await.unwrap();
+        let wanted = decode(&wanted.rows, expertd_types::DType::F32);
+        let response = mixed.0.forward(request.clone(), None).await.unwrap();
+        check_within(TOLERANCE, &response, &wanted, &request);
+        let receipt = response.receipt.unwrap();
+        assert_eq!(receipt.topk_ids, encode_i32(&ids), "k = {k}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fewer_experts_than_the_gate_chooses() {
+    fewer_experts_are_right("cpu,cpu", &[]).await;
+}
+
+/// No rank reads what another one has not written in the same step.
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_are_right_where_each_step_finds_a_poisoned_wire() {
+    let mut rng = expertd_test_seed::rng();
+    let model = fixture(FAMILY);
+    let (_folder, file) = write(&placement(&model, 2, &mut rng));
+    let flags = ["--device", "cpu,cpu", "--placement", file.to_str().unwrap()];
+    let service = Service::start_checkpoint(&model, 3, &flags, &[POISONED_WIRE]);
+    verified(&service, &model, "f32", &["1000", "5", "1"], "1e-2").await;
+    fewer_experts_are_right("cpu,cpu", &[POISONED_WIRE]).await;
+}
+
 /// The layer is whole on the source for half of the rows' experts, and split otherwise.
 #[tokio::test(flavor = "multi_thread")]
 async fn experts_compute_where_they_are_placed() {
@@ -212,6 +276,43 @@ async fn ranks_killed_and_stopped_under_load_fail_no_call() {
     let mut rng = expertd_test_seed::rng();
     let service = start("cpu,cpu", &fixture(FAMILY), 2, &mut rng, &[]);
     faults_are_unseen(&service).await;
+}
+
+/// A CPU rank that takes three seconds in the middle of a step is waited for: no generation ends. One that stops in the middle of a step
+/// ends the generation, and the call gets its answer from the next one.
+pub(crate) async fn faults_within_steps_are_unseen(device: &str) {
+    let model = fixture(FAMILY);
+    let faults = tempfile::tempdir().unwrap();
+    let of = |(layer, moe): (LayerId, &MoeLayer)| {
+        let experts: Vec<u32> = (0..moe.experts.count as u32).collect();
+        (layer, LayerPlacement::new(experts.chunks(experts.len().div_ceil(3)).map(Vec::from).collect()))
+    };
+    let checkpoint = Checkpoint::open_layers(&model, LayerChoice::All).unwrap();
+    let placed = ExpertPlacement::new(3, checkpoint.spec().moe_layers().map(of).collect::<Vec<_>>());
+    let (_folder, file) = write(&placed);
+    let flags = ["--device", device, "--placement", file.to_str().unwrap()];
+    let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap())];
+    let service = Service::start_checkpoint(&model, 3, &flags, &environment);
+    let client = Client::connect(&service.address).await.unwrap();
+    let mut rows = Rows::new(&golden(FAMILY), 5, 40).within(TOLERANCE);
+    for (fault, ends) in [("worker-slow", false), ("worker-stop", true), ("worker-slow", false)] {
+        let before = service.ranks();
+        let place = faults.path().join(fault);
+        std::fs::write(&place, "").unwrap();
+        let (request, wanted) = rows.draw();
+        let begun = Instant::now();
+        let response = client.forward(request.clone(), Some(SERVING_RESUMES)).await.unwrap();
+        rows.check(&response, &wanted, &request);
+        assert!(!place.exists(), "{fault} has not happened");
+        let after = service.ranks();
+        assert_eq!(after.iter().all(|rank| !before.contains(rank)), ends, "{fault}: {before:?}, {after:?}");
+        assert!(ends || after == before && begun.elapsed() > Duration::from_secs(2), "{:?}", begun.elapsed());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cpu_ranks_that_are_slow_or_stop_within_a_step() {
+    faults_within_steps_are_unseen("cpu,cpu").await;
 }
 
 /// Other placements come in under load.

@@ -132,7 +132,7 @@ pub struct RankSetup {
     pub spin: Duration,
     /// Time limit of a wait for peers within a step.
     pub peer_timeout: Duration,
-    /// Time limit of a step, within which the source of a mixed group waits for CPU ranks.
+    /// Time limit of a step, within which the ranks of a mixed group wait for each other.
     pub step_timeout: Duration,
     /// Interval of the rank's heartbeat.
     pub heartbeat: Duration,

@@ -39,7 +39,7 @@ pub struct ClusterConfig {
     pub usable_cores: usize,
     /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_shm::wait::SPIN_TIME).
     pub spin: Duration,
-    /// Longest wait of a rank for its peers within a step; in a mixed group CPU ranks wait for `step_timeout`.
+    /// Longest wait of a rank for its peers within a step; in a mixed group ranks wait for each other for `step_timeout`.
     pub peer_timeout: Duration,
     /// A rank without a heartbeat for this long is a fault.
     pub liveness_timeout: Duration,

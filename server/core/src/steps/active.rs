@@ -111,8 +111,8 @@ impl Active {
         }
     }
 
-    /// Takes the answer, so that the rows of a step can be appended to it. Steps complete in order, and a step's ranges are in
-    /// the order of the request's rows.
+    /// Takes the answer, so that the rows of a step can be appended to it. A request's steps complete in order, and a step's ranges
+    /// are in the order of the request's rows.
     pub(super) fn take_output(&mut self) -> Output {
         std::mem::take(&mut self.output)
     }
