@@ -11,8 +11,9 @@ fixtures at the path of the checkout they were built in; EXPERTD_BINARY names ex
 Tests of services run once for each number of ranks in --ranks. If that is larger than the number of GPUs, the ranks share them, which
 needs NCCL 2.30 or newer (EXPERTD_NCCL); the default on one GPU is then `1,4`. Ranks that share a GPU take turns. With --mps they run side
 by side instead, and tests that kill or stop ranks are left out, because the end of an MPS client can take the others along;
-use two ranks, as more can block one another (docs/gpu.md). With --portable everything runs the portable kernels, which cards other than
-Hopper do anyway; tests of what those do not have (products of FP8) are left out. With --one-gpu each test uses one GPU, and --lanes tests run on each.
+use two ranks, as more can block one another (docs/gpu.md). With --portable everything runs the portable kernels, as it does on cards other
+than Hopper; tests of what those do not have (products of FP8) are left out. With --one-gpu, and where the GPUs cannot form a group, each test uses one GPU, and --lanes
+tests run on each.
 
 A test spends most of its time starting services, so several run at once. Tests that need more GPUs than there are count as
 skipped; a test that was cut off or not begun counts as failed. With --resume, tests that passed before with the same --logs are left
@@ -224,27 +225,46 @@ def present_gpus():
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def can_share():
-    """Whether ranks can share a GPU here, and why not."""
+def inventory():
+    """What expertd says of this machine's GPUs and its NCCL."""
     program = os.environ.get("EXPERTD_BINARY", ROOT / "target/release/expertd")
+    # The order in which the service numbers GPUs.
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
     try:
-        done = subprocess.run([program, "inventory"], capture_output=True, text=True, timeout=60)
-        nccl = json.loads(done.stdout)["nccl"]
-        version = tuple(nccl["Ok"]["version"]) if "Ok" in nccl else None
+        done = subprocess.run([program, "inventory"], capture_output=True, text=True, timeout=60, env=environment)
+        if done.returncode:
+            sys.exit(f"`{program} inventory` fails: {done.stderr.strip()}")
+        found = json.loads(done.stdout)
+        return found["gpus"], found["peers"], found["nccl"]
     except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
-        return False, f"`{program} inventory` fails: {error}"
-    if version is None:
+        sys.exit(f"`{program} inventory` fails: {error}")
+
+
+def is_portable(cards):
+    """Whether the tests run the portable kernels: because the environment says so, or because of the first card."""
+    return os.environ.get("EXPERTD_GPU_PATH") == "portable" or any(card["capability"] != [9, 0] for card in cards[:1])
+
+
+def are_a_group(cards, peers):
+    """Whether ranks on all of these cards can form one group."""
+    return all(map(all, peers)) and len({(tuple(card["capability"]), card["multiprocessors"]) for card in cards}) < 2
+
+
+def can_share(nccl):
+    """Whether ranks can share a GPU here, and why not."""
+    if "Err" in nccl:
         return False, nccl["Err"]
+    version = tuple(nccl["Ok"]["version"])
     return version >= (2, 30), f"NCCL is {'.'.join(map(str, version))}, needed: 2.30 or newer (EXPERTD_NCCL)"
 
 
-def numbers_of_ranks(text, gpus):
+def numbers_of_ranks(text, gpus, nccl):
     """The numbers of ranks of --ranks, or those that show most on this machine."""
     if text:
         return sorted({int(number) for number in text.split(",")})
     if gpus > 1:
         return [min(gpus, 4)]
-    shares, why = can_share()
+    shares, why = can_share(nccl)
     if not shares:
         print(f"tests run with one rank, because ranks cannot share a GPU here: {why}")
     return [1, 4] if shares else [1]
@@ -291,8 +311,12 @@ def main():
     else:
         programs = build(BUILDS)
     present = present_gpus()
+    cards, peers, nccl = inventory() if present else ([], [], {"Err": "no GPU"})
+    if not args.one_gpu and not are_a_group(cards, peers):
+        print("each test uses one GPU, because ranks on these GPUs cannot form a group (`expertd doctor`)")
+        args.one_gpu = True
     gpus = min(present, 1) if args.one_gpu else present
-    all_ranks = numbers_of_ranks(args.ranks, gpus)
+    all_ranks = numbers_of_ranks(args.ranks, gpus, nccl)
     checks = checks_of(programs, gpus, all_ranks, args)
     checks = [c for c in checks if not args.filters or any(text in c.name for text in args.filters)]
     lacks_ranks = lambda check: check.ranks < 2 and any(text in check.name for text in NEED_TWO_RANKS)
@@ -300,7 +324,7 @@ def main():
         checks = [c for c in checks if not lacks_ranks(c)]
     if args.mps:
         checks = [c for c in checks if not any(text in c.name for text in KILLS)]
-    if args.portable:
+    if args.portable or is_portable(cards):
         os.environ["EXPERTD_GPU_PATH"] = "portable"
         checks = [c for c in checks if not any(text in c.name for text in NOT_PORTABLE)]
     if not checks:

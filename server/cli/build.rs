@@ -5,12 +5,14 @@ use std::process::Command;
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-env-changed=EXPERTD_COMMIT");
-    let commit = commit().unwrap_or_else(|| "commit unknown".to_owned());
+    let commit = commit();
     let devices = if std::env::var_os("CARGO_FEATURE_CUDA").is_some() { "cuda" } else { "cpu" };
     println!(
-        "cargo:rustc-env=EXPERTD_BUILD={} ({commit}, {devices})",
-        std::env::var("CARGO_PKG_VERSION").unwrap_or_default()
+        "cargo:rustc-env=EXPERTD_BUILD={} ({}, {devices})",
+        std::env::var("CARGO_PKG_VERSION").unwrap_or_default(),
+        commit.as_deref().unwrap_or("commit unknown"),
     );
+    println!("cargo:rustc-env=EXPERTD_BUILD_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
 }
 
 /// The commit that EXPERTD_COMMIT gives, as builds of images do. Release builds in a checkout ask git; other builds do not, so that they

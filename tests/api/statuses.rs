@@ -247,7 +247,9 @@ async fn valid_requests_are_answered_completely() {
                 request.payload = Some(Payload::Inline(rows_of(&request).slice(..tokens * HIDDEN * size)));
                 let answer = client.forward(request.clone().with_model("fake"), None).await.unwrap();
                 assert_eq!(answer.rows, rows_of(&request));
-                assert_eq!(answer.receipt.unwrap().tokens_per_rank, [tokens as u32, 0]);
+                let receipt = answer.receipt.unwrap();
+                assert_eq!(receipt.tokens_per_rank, [tokens as u32, 0]);
+                assert!(receipt.timings.is_empty(), "the call did not ask for timings");
             }
         }
 

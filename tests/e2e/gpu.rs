@@ -4,14 +4,16 @@
 //!
 //!     cargo test --release --features cuda --test e2e gpu:: -- --ignored --nocapture
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::process::Command;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::service::load::{Load, Rows};
-use crate::service::{Service, alive, families, golden, part, send, test_gpus};
+use crate::service::{Service, alive, families, golden, part, program, send, test_gpus};
 use clap::Parser as _;
 use expertd_cli::verify::{VerifyArgs, verify};
 use expertd_rank_cuda as gpu;
+use expertd_types::GpuPath;
 use rustix::process::Signal;
 use tonic::Code;
 
@@ -26,9 +28,9 @@ pub(crate) const QUANTISED: [&str; 4] = [
     "../quantised/granitemoe-fp8-odd",
     "../quantised/llama4_text-fp8-odd",
 ];
-/// Fixtures in formats for which the experts' kernel has no layout, and in MXFP4 and INT4 as libraries write them: their experts are
-/// held in bf16, FP8 or MXFP4 (docs/gpu.md).
-const REPACKED: [&str; 11] = [
+/// Fixtures in INT4, NVFP4 and MXFP8, in MXFP4 as a library writes it, and in FP8 that is held in bf16 at least in part
+/// (docs/models.md).
+pub(super) const REPACKED: [&str; 11] = [
     "../quantised/deepseek_v3-fp8-narrow",
     "../quantised/deepseek_v3-int4",
     "../quantised/deepseek_v3-nvfp4",
@@ -104,9 +106,18 @@ pub(super) fn is_refused(name: &str) -> bool {
     is_portable() && ["nvfp4", "mxfp8"].iter().any(|format| name.contains(format))
 }
 
-/// Whether the services run the portable kernels, which have no products of FP8.
+/// Whether the services run the portable kernels, which have no products of FP8: as their card and the environment decide.
 pub(super) fn is_portable() -> bool {
-    std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable")
+    static FOUND: LazyLock<bool> = LazyLock::new(|| {
+        let output = Command::new(program()).arg("inventory").envs(gpu::environment(&[])).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "`expertd inventory` fails: {errors}");
+        let inventory: gpu::Inventory = serde_json::from_slice(&output.stdout).unwrap();
+        let path = std::env::var(gpu::GPU_PATH).map_or(GpuPath::Auto, |path| path.parse().unwrap());
+        let kernels = inventory.gpus.iter().find_map(|facts| facts.kernels(path));
+        kernels.expect("a GPU that ranks can use") == gpu::KernelPath::Portable
+    });
+    *FOUND
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,8 +1,11 @@
 //! Mixed groups of one GPU rank and CPU ranks. Ignored by default, like the tests of `gpu`.
 
-use crate::gpu::{QUANTISED, gpus};
-use crate::service::{families, fixture, part};
-use crate::tiers::{faults_are_unseen, placements_come_in, start, verified};
+use crate::gpu::{QUANTISED, REPACKED, gpus, is_refused};
+use crate::service::{Service, families, fixture, part};
+use crate::tiers::{
+    POISONED_WIRE, faults_are_unseen, faults_within_steps_are_unseen, fewer_experts_are_right, placement,
+    placements_come_in, start, verified, write,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
@@ -24,7 +27,8 @@ async fn recorded_answers_of_every_family_beside_cpu_ranks() {
 async fn recorded_answers_of_quantised_checkpoints_beside_cpu_ranks() {
     let _in_use = gpus();
     let mut rng = expertd_test_seed::rng();
-    for (index, name) in part(QUANTISED.to_vec()).into_iter().enumerate() {
+    let names = part([&QUANTISED[..], &REPACKED].concat());
+    for (index, name) in names.into_iter().filter(|name| !is_refused(name)).enumerate() {
         let model = fixture(name);
         let service = start("cuda,cpu", &model, index % 2 + 1, &mut rng, &["--fp8-compute", "bf16"]);
         verified(&service, &model, "f32", &["1000", "3"], "1e-2").await;
@@ -40,4 +44,40 @@ async fn ranks_of_both_kinds_killed_and_stopped_under_load_fail_no_call() {
     let service = start("cuda,cpu", &fixture("qwen3_moe"), 2, &mut rng, &[]);
     faults_are_unseen(&service).await;
     placements_come_in(&service, 2, &mut rng).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn fewer_experts_than_the_gate_chooses_beside_cpu_ranks() {
+    let _in_use = gpus();
+    fewer_experts_are_right("cuda,cpu", &[]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn cpu_ranks_of_a_gpu_that_are_slow_or_stop_within_a_step() {
+    let _in_use = gpus();
+    faults_within_steps_are_unseen("cuda,cpu").await;
+}
+
+/// Copy engines carry the rows of all steps, also the results of second halves, and each step finds a poisoned wire.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn answers_of_copy_engines_beside_cpu_ranks_with_poisoned_memory() {
+    let _in_use = gpus();
+    let mut rng = expertd_test_seed::rng();
+    let environment = [POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")];
+    // Rows of the second one need no padding, so that copy engines can carry them.
+    let (model, unpadded) = (fixture("qwen3_moe"), fixture("../unpadded/qwen2_moe"));
+    for model in [model, unpadded] {
+        let (_folder, file) = write(&placement(&model, 2, &mut rng));
+        let flags = ["--device", "cuda,cpu", "--placement", file.to_str().unwrap()];
+        let service = Service::start_checkpoint(&model, 3, &flags, &environment);
+        verified(&service, &model, "f32", &["1000", "3"], "1e-2").await;
+        verified(&service, &model, "bf16", &["1000"], "1e-2").await;
+    }
+    fewer_experts_are_right("cuda,cpu", &environment).await;
 }

@@ -39,6 +39,8 @@ pub struct Transports {
 impl Transports {
     fn engine_config(&self) -> String {
         let parts = [
+            // By default TCP sends 8 KiB at once. Peers receive 64 KiB.
+            Some("TCP_TX_SEG_SIZE=64k".to_owned()),
             self.transports.as_ref().map(|transports| format!("TLS={transports}")),
             self.device.as_ref().map(|device| format!("NET_DEVICES={device}")),
             self.ports.map(|(first, last)| format!("TCP_PORT_RANGE={first}-{last}")),

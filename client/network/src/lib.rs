@@ -27,7 +27,7 @@ pub use endpoint::{Card, Endpoint, Transports};
 pub use library::{Library, NetworkError, TRIED, VARIABLE};
 pub use live::End;
 pub use probe::probe;
-pub use relay::{Relay, Spin, Waiting, accept_completion, accept_request};
+pub use relay::{LONG_PAUSE, Relay, Spin, Waiting, accept_completion, accept_request};
 
 /// A name that no other agent has.
 #[must_use]

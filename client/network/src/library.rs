@@ -71,7 +71,10 @@ pub enum NetworkError {
 fn explain(status: Status) -> &'static str {
     match status {
         -1 => " (invalid parameter)",
-        -2 => " (backend: UCX found no transport, or the peer is gone)",
+        // UCX takes routes that the kernel has learnt for such of its table.
+        -2 => {
+            " (backend: UCX found no transport or no route to the peer, or the peer is gone; after a detour `ip route flush cache` helps)"
+        }
         -3 => " (invalid state)",
         -4 => " (exception)",
         -6 => " (not found)",

@@ -11,13 +11,15 @@ use crate::endpoint::Endpoint;
 use crate::library::NetworkError;
 use crate::wire::{Place, Places, Record, are_missing, decode, encode, store};
 
-/// Pauses between two polls of the network, with the time since the last event from which they hold. A transport has no descriptor to
-/// sleep on.
-const PAUSES: [(Duration, Duration); 3] = [
-    (Duration::from_secs(1), Duration::from_millis(1)),
-    (Duration::from_millis(10), Duration::from_micros(100)),
-    (Duration::ZERO, Duration::from_micros(20)),
-];
+/// Shortest pause between two polls of the network. A transport has no descriptor to sleep on.
+const SHORT_PAUSE: Duration = Duration::from_micros(20);
+/// Longest pause within a second of an event: a transport moves the bytes of large calls only while it is polled.
+pub const LONG_PAUSE: Duration = Duration::from_micros(100);
+/// A pause is this part of the time since the last event, so that a call takes at most so much longer for it.
+const PART: u32 = 8;
+const RECENT: Duration = Duration::from_secs(1);
+/// The pause after that.
+const RARE_PAUSE: Duration = Duration::from_millis(1);
 
 /// How long a thread polls without a pause while bytes of its own are under way.
 const SENDING: Duration = Duration::from_millis(10);
@@ -142,6 +144,6 @@ impl Waiting {
             std::thread::yield_now();
             return None;
         }
-        PAUSES.iter().find(|(from, _)| quiet >= *from).map(|(_, pause)| *pause)
+        Some(if quiet >= RECENT { RARE_PAUSE } else { (quiet / PART).clamp(SHORT_PAUSE, LONG_PAUSE) })
     }
 }

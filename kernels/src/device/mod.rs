@@ -123,12 +123,7 @@ impl Device {
 
     /// Whether this GPU can load and store the memory of the GPU with number `other`.
     pub fn reaches_number(&self, other: i32) -> Result<bool, DeviceError> {
-        let other = check("cuDeviceGet", result::device::get(other))?;
-        let own = self.context.cu_device();
-        let mut can = 0;
-        // SAFETY: both devices exist, and `can` is valid for writes.
-        let status = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own, other) };
-        Ok(own == other || check("cuDeviceCanAccessPeer", status.result()).map(|()| can != 0)?)
+        reaches(self.context.cu_device(), check("cuDeviceGet", result::device::get(other))?)
     }
 
     /// Lets this GPU's kernels load and store `other`'s memory; returns false if they cannot.
@@ -167,8 +162,32 @@ pub fn uuid_of(number: i32) -> Result<[u8; 16], DeviceError> {
     Ok(uuid.bytes.map(i8::cast_unsigned))
 }
 
-/// Name and compute capability of a GPU, whose number is less than [`Device::count`]. Makes no context.
-pub fn describe_device(ordinal: u32) -> Result<(String, (i32, i32)), DeviceError> {
+fn reaches(own: sys::CUdevice, other: sys::CUdevice) -> Result<bool, DeviceError> {
+    let mut can = 0;
+    // SAFETY: the driver returned both devices, and `can` is valid for writes.
+    let status = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own, other) };
+    Ok(own == other || check("cuDeviceCanAccessPeer", status.result()).map(|()| can != 0)?)
+}
+
+/// Whether the GPU with number `own` can load and store the memory of the one with number `other`, as it can its own. Makes no context.
+pub fn reaches_device(own: u32, other: u32) -> Result<bool, DeviceError> {
+    let device = |number: u32| check("cuDeviceGet", result::device::get(number.cast_signed()));
+    reaches(device(own)?, device(other)?)
+}
+
+/// Properties of a GPU.
+#[derive(Clone, Debug)]
+pub struct Description {
+    /// Its name.
+    pub name: String,
+    /// Its compute capability, as `(major, minor)`.
+    pub capability: (i32, i32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessors: u32,
+}
+
+/// Describes a GPU, whose number is less than [`Device::count`]. Makes no context.
+pub fn describe_device(ordinal: u32) -> Result<Description, DeviceError> {
     let device = check("cuDeviceGet", result::device::get(ordinal.cast_signed()))?;
     let attribute = |attribute| {
         // SAFETY: the driver has just returned the device.
@@ -176,7 +195,12 @@ pub fn describe_device(ordinal: u32) -> Result<(String, (i32, i32)), DeviceError
     };
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    Ok((check("cuDeviceGetName", result::device::get_name(device))?, (major, minor)))
+    let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    Ok(Description {
+        name: check("cuDeviceGetName", result::device::get_name(device))?,
+        capability: (major, minor),
+        multiprocessors: u32::try_from(multiprocessors).unwrap_or(0),
+    })
 }
 
 /// The newest CUDA version that the driver supports, as `(major, minor)`.

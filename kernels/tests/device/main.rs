@@ -18,7 +18,7 @@
 //! * `timing [placed=1]`: dispatch + combine of the loopback group under graph replay; with `placed=1` the owners of contiguous ranges
 //!   are looked up instead of computed.
 //!
-//! With `EXPERTD_GPU_PATH=portable` the checks run the portable kernels, on any card.
+//! On cards other than Hopper, and with `EXPERTD_GPU_PATH=portable`, the checks run the portable kernels.
 #![allow(unsafe_code, reason = "launches kernels on addresses")]
 #![allow(missing_docs, unreachable_pub, reason = "a test program, not a library")]
 
@@ -36,7 +36,7 @@ mod timing;
 
 use std::process::ExitCode;
 
-use expertd_kernels::device::Device;
+use expertd_kernels::device::{Device, DeviceError, describe_device};
 use expertd_kernels::path::KernelPath;
 
 /// `key=value` arguments.
@@ -69,6 +69,12 @@ impl Options {
 
 pub type Outcome = Result<(), Box<dyn std::error::Error>>;
 
+/// Whether the checks run the portable kernels, decided by the first card as for ranks.
+fn is_portable() -> Result<bool, DeviceError> {
+    Ok(describe_device(0)?.capability != (9, 0)
+        || std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable"))
+}
+
 fn run(words: &[String]) -> Outcome {
     // `cargo test` may pass flags of libtest.
     let words: Vec<String> = words.iter().filter(|word| !word.starts_with('-')).cloned().collect();
@@ -80,7 +86,7 @@ fn run(words: &[String]) -> Outcome {
     if Device::count()? == 0 {
         return Err("this machine has no GPU".into());
     }
-    if std::env::var("EXPERTD_GPU_PATH").is_ok_and(|path| path == "portable") {
+    if is_portable()? {
         KernelPath::Portable.choose();
     }
     match command.as_str() {

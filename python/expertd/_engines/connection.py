@@ -11,9 +11,14 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .._types import GraphFailure
 
-# In the order in which they were made. An engine loads one model, so the number of its connection is 0 in every process, and
-# compiled graphs, which contain the number, can be kept on disk.
+# In the order in which they were made. A process that loads one model has the number 0, whatever the address, so that compiled graphs,
+# which contain the number, can be kept on disk.
 _connections: list[tuple[Settings, Remote]] = []
+
+
+def number_of(settings: Settings) -> int:
+    """The number that the connection for these settings has, or will have if it is the next one."""
+    return next((number for number, (known, _) in enumerate(_connections) if known == settings), len(_connections))
 
 
 def connect(settings: Settings, guard: Callable[[Callable[[], None]], bool]) -> tuple[int, Remote]:
@@ -22,16 +27,23 @@ def connect(settings: Settings, guard: Callable[[Callable[[], None]], bool]) -> 
     With a CUDA session `guard(verify)` has the results of the engine's steps checked before they are given out. If it cannot do that and
     returns False, the process ends when a call fails in a CUDA graph.
     """
-    for number, (known, remote) in enumerate(_connections):
-        if known == settings:
-            return number, remote
+    number = number_of(settings)
+    if number < len(_connections):
+        return number, _connections[number][1]
     is_guarded = settings.session == "cuda" and guard(verify)
     on_graph_failure: GraphFailure = "raise" if is_guarded else "abort"
-    remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
+    try:
+        remote = Remote(settings.address, settings.credentials, settings.session, on_graph_failure, settings.follow_weights)
+    except Exception as error:
+        error.add_note(
+            f"An engine's address is EXPERTD_ADDRESS (here {settings.address!r}), session= is EXPERTD_SESSION (here {settings.session}), and "
+            "credentials are EXPERTD_CLIENT_CA, …_CERT, …_KEY, …_SERVER_NAME, …_TOKEN_FILE, …_INSECURE."
+        )
+        raise
     if is_guarded:
         remote.end_with_session()
     _connections.append((settings, remote))
-    return len(_connections) - 1, _connections[-1][1]
+    return number, remote
 
 
 def connection(number: int) -> Remote:

@@ -12,7 +12,7 @@ from .._client import Credentials
 if TYPE_CHECKING:
     from .._types import Session
 
-_FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Settings:
 
 def _flag(environment: Mapping[str, str], name: str, default: bool) -> bool:
     found = environment.get(name)
-    if found is None:
+    if not found:
         return default
     if found.lower() not in _FLAGS:
         raise ValueError(f"{name} is {found!r}; expected 0 or 1")

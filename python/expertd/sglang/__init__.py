@@ -23,9 +23,12 @@ TRIED = {
 def register() -> None:
     """Makes the routed experts of the models that this process loads remote, if `EXPERTD_ADDRESS` is set.
 
-    Ends the process if this SGLang cannot have remote experts: SGLang logs other exceptions of a plugin and goes on with its own experts.
+    Ends the process if this SGLang cannot have remote experts, or if a variable is wrong: SGLang logs other exceptions of a plugin and goes on with its own experts.
     """
-    settings = Settings.from_environment(engine="SGLang")
+    try:
+        settings = Settings.from_environment(engine="SGLang")
+    except ValueError as error:
+        raise SystemExit(f"expertd: {error}") from error
     if settings is None:
         return
     import sglang

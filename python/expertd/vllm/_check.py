@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
-# Methods of speculative decoding that draft from the tokens so far.
+# Methods of speculative decoding that were tried. They draft from the tokens so far.
 _DRAFTS_WITHOUT_MODEL = ("ngram",)
 
 
@@ -62,6 +62,10 @@ def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None
                 parallel.enable_expert_parallel,
                 "spreads experts over vLLM's ranks, and the service holds them all",
             ),
+            "overlap of batches (enable_dbo, ubatch_size)": (
+                bool(getattr(parallel, "use_ubatching", False)),
+                "was not tried with remote experts, whose calls follow one another",
+            ),
             "EPLB (enable_eplb)": (parallel.enable_eplb, "moves experts between vLLM's ranks, and the service holds them"),
             "LoRA on experts (enable_lora)": (
                 adapts_experts(config.lora_config),
@@ -70,8 +74,8 @@ def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None
             ),
             "speculative decoding (speculative_config)": (
                 config.speculative_config is not None and config.speculative_config.method not in _DRAFTS_WITHOUT_MODEL,
-                f"needs a method without a model of its own, one of {', '.join(_DRAFTS_WITHOUT_MODEL)}: the service does not hold the "
-                "experts of a draft model",
+                f"needs one of the methods {', '.join(_DRAFTS_WITHOUT_MODEL)}: others were not tried, or have a draft model, and the service "
+                "does not hold the experts of a draft model",
             ),
         }
     )

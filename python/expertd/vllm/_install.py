@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from .._content import check_content
 from .._engines.check import check_layers, is_expert_tensor
-from .._engines.connection import connect
+from .._engines.connection import connect, number_of
 from .._engines.settings import Settings
 from ._check import check_engine, check_gate, check_layer, check_model
 from ._guard import guard_outputs
@@ -92,7 +92,7 @@ def _without_experts(original: Any) -> Any:
 
 
 def _distinct_hash(original: Any) -> Any:
-    """Keeps graphs that were compiled with remote experts apart from others in vLLM's cache."""
+    """Keeps graphs that were compiled with remote experts apart from others in vLLM's cache, also those of other connections of a process."""
 
     @functools.wraps(original)
     def compute_hash(self: VllmConfig, *args: Any, **kwargs: Any) -> str:
@@ -100,6 +100,6 @@ def _distinct_hash(original: Any) -> Any:
         settings = Settings.from_environment()
         if settings is None:
             return found
-        return hashlib.sha256(f"{found} expertd {settings.service_gate}".encode()).hexdigest()[: len(found)]
+        return hashlib.sha256(f"{found} expertd {settings.service_gate} {number_of(settings)}".encode()).hexdigest()[: len(found)]
 
     return compute_hash

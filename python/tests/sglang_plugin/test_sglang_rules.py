@@ -38,6 +38,14 @@ def test_a_version_that_was_not_tried_ends_the_process(monkeypatch, version):
         register()
 
 
+@pytest.mark.parametrize("name, value", [("EXPERTD_SESSION", "gpu"), ("EXPERTD_GATE", "both"), ("EXPERTD_CHECK_WEIGHTS", "maybe")])
+def test_a_wrong_variable_ends_the_process(monkeypatch, name, value):
+    monkeypatch.setenv("EXPERTD_ADDRESS", "unix:/run/expertd.sock")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=f"{name} is '{value}'"):
+        register()
+
+
 def test_the_services_gate_ends_the_process(monkeypatch):
     pytest.importorskip("torch", reason="the plugin imports it")
     stub = types.ModuleType("sglang")

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="the operator of expertd.vllm is one
 
 import expertd  # noqa: E402
 from conftest import recorded  # noqa: E402
-from expertd._engines.connection import connect  # noqa: E402
+from expertd._engines.connection import connect, number_of  # noqa: E402
 from expertd._engines.settings import Settings  # noqa: E402
 from expertd.vllm._connection import vllm_experts  # noqa: E402
 from expertd.vllm._guard import guard_outputs  # noqa: E402
@@ -25,6 +25,14 @@ def layer(golden):
     rows = torch.randn(tokens, remote.model.hidden)
     ids = torch.stack([torch.randperm(served.num_experts)[: served.top_k] for _ in range(tokens)]).int()
     return number, served.layer, rows, ids, torch.rand(tokens, served.top_k), service
+
+
+@pytest.mark.parametrize("session", [None, "host"])
+def test_a_service_that_is_missing_is_told_with_the_variables_to_set(session):
+    with pytest.raises(expertd.ConnectError, match="nothing-here.sock") as failed:
+        connect(Settings("unix:/nothing-here.sock", session=session), guard_outputs)
+    [note] = failed.value.__notes__
+    assert f"EXPERTD_ADDRESS (here 'unix:/nothing-here.sock'), session= is EXPERTD_SESSION (here {session})" in note
 
 
 def test_the_operator_applies_the_given_routing_without_shared_experts(layer):
@@ -56,10 +64,13 @@ def test_rows_without_experts_get_zero(layer):
 
 
 def test_large_batches_are_split(layer):
-    number, index, rows, ids, weights, _ = layer
+    number, index, rows, ids, weights, service = layer
     with expertd.serve(recorded("qwen3_moe"), ranks=1, max_tokens_per_step=8, max_tokens_per_request=4) as small:
+        # vLLM names compiled graphs by the number, before and after the connection is made.
+        expected = number_of(Settings(small.address))
         other, remote = connect(Settings(small.address), guard_outputs)
-        assert other != number and remote.model.limits.max_tokens_per_request < rows.shape[0]
+        assert other == expected == number_of(Settings(small.address)) and number_of(Settings(service.address)) == number != other
+        assert remote.model.limits.max_tokens_per_request < rows.shape[0]
         found = vllm_experts(rows, ids, weights, other, index)
     torch.testing.assert_close(found, vllm_experts(rows, ids, weights, number, index))
 

@@ -54,6 +54,8 @@ def test_settings_come_from_the_environment():
         Settings.from_environment({**host, "EXPERTD_GATE": "both"})
     with pytest.raises(ValueError, match="EXPERTD_SESSION is 'yes'"):
         Settings.from_environment({**host, "EXPERTD_SESSION": "yes"})
+    # An empty variable is as one that is not set: weights are compared.
+    assert Settings.from_environment({"EXPERTD_ADDRESS": "a:1", "EXPERTD_CHECK_WEIGHTS": ""}) == Settings("a:1")
     with pytest.raises(ValueError, match="EXPERTD_CHECK_WEIGHTS is 'maybe'"):
         Settings.from_environment({"EXPERTD_ADDRESS": "a:1", "EXPERTD_CHECK_WEIGHTS": "maybe"})
 
@@ -95,6 +97,7 @@ def engine(**changes):
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         prefill_context_parallel_size=1,
+        use_ubatching=False,
         enable_expert_parallel=False,
         enable_eplb=False,
     )
@@ -117,10 +120,12 @@ def engine(**changes):
         (dict(pipeline_parallel_size=2), "pipeline parallelism.* some of the layers"),
         (dict(prefill_context_parallel_size=2), "prefill context parallelism.* adds up"),
         (dict(enable_expert_parallel=True), "expert parallelism.* holds them all"),
+        (dict(use_ubatching=True), "overlap of batches.* follow one another"),
         (dict(enable_eplb=True), "EPLB.* moves experts"),
         (dict(lora_config=of(target_modules=None)), "LoRA.* weights that adapters would change.*lora_target_modules"),
         (dict(lora_config=of(target_modules=["o_proj", "experts"])), "LoRA on experts"),
         (dict(speculative_config=of(method="eagle3")), "speculative decoding.* experts of a draft model"),
+        (dict(speculative_config=of(method="suffix")), "speculative decoding.* needs one of the methods ngram: others were not tried"),
         (dict(load_format="tensorizer"), "'tensorizer'"),
         (dict(cudagraph_mode="PIECEWISE"), "--enforce-eager"),
     ],

@@ -14,7 +14,9 @@ use expertd_shm::wait::spin_between_steps;
 use crate::confine::{confine, limit};
 use crate::control::{self, Ready, Setup};
 use crate::files::confine_files;
-use expertd_network::{Endpoint, Library, NetworkError, Relay, Spin, Waiting, accept_request, random_name};
+use expertd_network::{
+    Endpoint, LONG_PAUSE, Library, NetworkError, Relay, Spin, Waiting, accept_request, random_name,
+};
 
 /// How long the service may take to open the session.
 const OPENING: Duration = Duration::from_secs(10);
@@ -71,7 +73,11 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
             continue;
         }
         let is_computing = !relay.calls.is_empty();
-        let Some(pause) = waiting.pause(relay.endpoint.is_sending(), is_computing) else { continue };
+        let Some(mut pause) = waiting.pause(relay.endpoint.is_sending(), is_computing) else { continue };
+        if is_computing {
+            // The bell wakes this thread for the completion, and the ranks need the cores.
+            pause = pause.max(LONG_PAUSE);
+        }
         let policy = WaitPolicy::within(Duration::ZERO, pause);
         let completions = &mut session.completions;
         if let Ok(completion) = session.client_bell.wait_for(policy, || completions.try_pop().transpose()) {

@@ -300,13 +300,12 @@ impl Bench {
             layer,
             tokens,
             dtype: self.dtype,
-            rows: rows.into(),
+            rows,
             routing,
             token_ids: by_id,
             shared_experts: true,
             expected_version: None,
             return_routing: self.ceilings.is_some(),
-            return_timings: true,
             deadline: None,
         };
         Ok((layer, self.service.submit(request)?))

@@ -17,18 +17,20 @@ use expertd_shm::SharedRegion;
 
 use crate::mps;
 use crate::network_agent::probe_in_child_process;
+use crate::serve::kinds::Kinds;
+use crate::units::bytes;
 
 /// Smallest amount of available memory, in bytes, that the check accepts.
 const MIN_MEMORY: u64 = 2 << 30;
 
 /// Show which ranks this machine can run, what prevents others, and what to do about it
 ///
-/// Exits with status 1 if ranks cannot run on the device given by --device, or, without it, on any device.
+/// Exits with status 1 if ranks cannot run on the devices given by --device (cpu, cuda, or cuda,cpu), or, without it, on any device.
 #[derive(Args, Clone, Debug)]
 pub struct DoctorArgs {
-    /// Device whose requirements decide the exit status
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceKind>,
+    /// Device whose requirements decide the exit status, as in `serve`: cpu, cuda, or cuda,cpu
+    #[arg(long)]
+    pub device: Option<Kinds>,
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
@@ -39,6 +41,7 @@ pub struct DoctorArgs {
 pub fn run(args: &DoctorArgs) -> ExitCode {
     let (cpu, mut cuda) = (cpu_checks(), gpu::probe());
     cuda.push(mps::check());
+    cuda.push(locked_memory(rustix::process::getrlimit(rustix::process::Resource::Memlock).current));
     let network = [network_check()];
     let can_run = |checks: &[Check]| checks.iter().all(|check| check.ok || check.optional);
     let (cpu_runs, cuda_runs) = (can_run(&cpu), can_run(&cuda));
@@ -66,8 +69,8 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         print!("{}", section("network sessions (--network-listen)", &network, can_run(&network)));
     }
     let ok = match args.device {
-        Some(DeviceKind::Cpu) => cpu_runs,
-        Some(DeviceKind::Cuda) => cuda_runs,
+        Some(Kinds { first: DeviceKind::Cuda, is_mixed }) => cuda_runs && (cpu_runs || !is_mixed),
+        Some(Kinds { first: DeviceKind::Cpu, .. }) => cpu_runs,
         None => cpu_runs || cuda_runs,
     };
     if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -142,6 +145,15 @@ fn cpu_checks() -> Vec<Check> {
     ]
 }
 
+/// The check of a limit on locked memory in bytes, which GPU ranks need; `None`: unlimited.
+fn locked_memory(limit: Option<u64>) -> Check {
+    let found =
+        limit.map_or_else(|| "unlimited".to_owned(), |limit| format!("{} may be locked", bytes(limit)));
+    Check::new("locked", limit.is_none(), found, "unlimited: staging, sessions, and the wire to CPU ranks are pinned")
+        .way_out("raise it (ulimit -l unlimited; LimitMEMLOCK=infinity in a systemd unit) if ranks say that they cannot pin memory")
+        .optional()
+}
+
 /// What sessions of clients on other hosts need.
 fn network_check() -> Check {
     let needed = format!("NIXL {}, of which only its UCX plugin is used", TRIED.join(" or "));
@@ -185,6 +197,13 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
         assert!(!text.contains("needed: 1\n"), "a check that is met has no advice:\n{text}");
+    }
+
+    #[test]
+    fn a_limit_on_locked_memory_is_a_hint() {
+        assert!(locked_memory(None).ok);
+        let limited = locked_memory(Some(8 << 20));
+        assert!(!limited.ok && limited.optional && limited.found.contains("8.0 MiB"), "{limited:?}");
     }
 
     #[test]

@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use super::serve::division::by_memory;
 use super::serve::kinds::MemorySize;
 use super::serve::layers;
-use super::serve::plan::by_memory;
 use super::units::bytes;
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_ipc::control::DeviceKind;
@@ -110,7 +110,9 @@ pub fn run(args: &InspectArgs) -> ExitCode {
 /// `[ranks]`: bytes of weights that each rank would hold: its routed experts, and all shared experts and gates.
 #[must_use]
 pub fn bytes_per_rank(spec: &ModelSpec, ranks: usize) -> Vec<u64> {
-    bytes_of_ranks(spec, ranks, |_, moe, rank| Placement::new(moe.experts.count, ranks).range(rank).len())
+    bytes_of_ranks(spec, ranks, ranks, |_, moe, rank| {
+        Placement::new(moe.experts.count, ranks).range(rank).len()
+    })
 }
 
 /// `[ranks]`: bytes of GPU memory that each rank's weights would take.
@@ -128,7 +130,7 @@ fn tiers(spec: &ModelSpec, budget: u64) -> Result<String, String> {
         (resident + held(layer, moe, Rank(0)), all + moe.experts.count)
     });
     let on_gpu = gpu_bytes_of_ranks(spec, GPU_PRODUCTS, 1, held)[0];
-    let on_cpus = bytes_of_ranks(spec, 2, held)[1];
+    let on_cpus = bytes_of_ranks(spec, 2, 1, held)[1];
     let (on_gpu, on_cpus) = (bytes(on_gpu), bytes(on_cpus));
     Ok(format!(
         "tiers             {resident} of {all} experts on the GPU ({on_gpu}), the others on CPU ranks ({on_cpus})"

@@ -96,6 +96,8 @@ enum Command {
 
 /// Version, commit and devices of this build.
 const BUILD: &str = env!("EXPERTD_BUILD");
+/// Its commit, or `unknown`.
+const COMMIT: &str = env!("EXPERTD_BUILD_COMMIT");
 
 /// Runs the program and returns its exit status.
 #[must_use]
@@ -116,7 +118,7 @@ pub fn main() -> ExitCode {
     if let Command::NetworkAgent(args) = &cli.command {
         return network_agent::run(args);
     }
-    set_build(BUILD);
+    set_build(BUILD, COMMIT);
     // The tables of these commands share the terminal with the log.
     let default = if matches!(cli.command, Command::Demo(_) | Command::Bench(_)) { "warn" } else { "info" };
     if let Err(error) = init_logs(cli.log.as_deref().unwrap_or(default), cli.log_format) {
@@ -190,7 +192,9 @@ mod tests {
         let rest = BUILD.strip_prefix(concat!(env!("CARGO_PKG_VERSION"), " (")).unwrap_or_default();
         let (commit, devices) = rest.trim_end_matches(')').split_once(", ").unwrap_or_default();
         assert!(
-            !commit.is_empty() && devices == if cfg!(feature = "cuda") { "cuda" } else { "cpu" },
+            commit.trim_start_matches("commit ") == COMMIT
+                && !COMMIT.is_empty()
+                && devices == if cfg!(feature = "cuda") { "cuda" } else { "cpu" },
             "{BUILD}"
         );
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use expertd_core::backend::{ExpertRows, LayerRows};
-use expertd_model::balance::{balance, imbalance};
+use expertd_model::balance::{balance, balance_mixed, imbalance, loads};
 use expertd_proto::v1::GetExpertRowsResponse;
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
@@ -19,6 +19,9 @@ use super::status::expert_rows;
 /// Prints the placement as JSON on standard output, for `expertd reload --placement FILE` and `expertd serve --placement FILE`, and on
 /// standard error the imbalance of each layer (rows of the fullest rank divided by the mean): as measured, and as the placement would
 /// make it for the same rows. Experts with many rows get copies on several ranks if --spare-experts leaves room for them.
+///
+/// In a group of a GPU rank and CPU ranks, the GPU rank keeps its number of experts of each layer and gets those with the most rows; the
+/// CPU ranks share the others evenly. Before and after are then the part of the layer's rows on the CPU rank with the most.
 #[derive(Args, Clone, Debug)]
 pub struct RebalanceArgs {
     /// Largest number of experts of a layer that a rank may own beside its even share, rounded up
@@ -38,7 +41,7 @@ pub struct RebalanceArgs {
     pub admin: AdminAddress,
 }
 
-/// One layer before and after.
+/// One layer before and after: its imbalance, or in a mixed group the part of its rows on the CPU rank with the most.
 #[derive(Clone, Copy, Debug)]
 struct Change {
     layer: LayerId,
@@ -65,6 +68,12 @@ pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
     };
     if let Some(problem) = nothing_to_do(&rows, args.ranks) {
         return Err(ClientError::Content(problem));
+    }
+    if args.spare_experts > 0 && rows.layers.iter().any(|layer| layer.source_experts.is_some()) {
+        let found = args.spare_experts;
+        return Err(ClientError::Content(format!(
+            "--spare-experts is {found}, but in a mixed group one rank computes all rows of an expert, so copies only take memory; leave it out"
+        )));
     }
     let (placement, changes) = rebalance(&rows, args.ranks, args.spare_experts).ok_or_else(|| {
         ClientError::Content(match args.seconds {
@@ -97,6 +106,7 @@ fn from_message(message: GetExpertRowsResponse) -> ExpertRows {
     let layers = message.layers.into_iter().map(|layer| LayerRows {
         layer: LayerId(layer.layer),
         ranks: layer.ranks.into_iter().map(|rank| rank.rows).collect(),
+        source_experts: layer.source_experts.map(|experts| experts as usize),
     });
     ExpertRows { layers: layers.collect() }
 }
@@ -118,15 +128,28 @@ fn rebalance(rows: &ExpertRows, ranks: Option<u32>, spare: usize) -> Option<(Exp
     let (mut layers, mut changes) = (Vec::new(), Vec::new());
     for layer in &rows.layers {
         let of_experts = layer.of_experts();
-        let placement = balance(&of_experts, ranks, spare);
-        let measured = layer.imbalance().filter(|_| layer.ranks.len() == ranks);
+        let (placement, before, after) = match layer.source_experts {
+            Some(resident) => {
+                let placement = balance_mixed(&of_experts, resident, ranks - 1);
+                let measured: Vec<f64> = layer.of_ranks().into_iter().map(|rows| rows as f64).collect();
+                let after = fullest_worker(&loads(&of_experts, &placement));
+                (placement, fullest_worker(&measured), after)
+            }
+            None => {
+                let placement = balance(&of_experts, ranks, spare);
+                let measured = layer.imbalance().filter(|_| layer.ranks.len() == ranks);
+                let before = measured.unwrap_or_else(|| {
+                    imbalance(&of_experts, &LayerPlacement::contiguous(of_experts.len(), ranks))
+                });
+                let after = imbalance(&of_experts, &placement);
+                (placement, before, after)
+            }
+        };
         changes.push(Change {
             layer: layer.layer,
             rows: of_experts.iter().sum(),
-            before: measured.unwrap_or_else(|| {
-                imbalance(&of_experts, &LayerPlacement::contiguous(of_experts.len(), ranks))
-            }),
-            after: imbalance(&of_experts, &placement),
+            before,
+            after,
             copies: placement.copies(),
             experts: of_experts.len(),
         });
@@ -134,6 +157,13 @@ fn rebalance(rows: &ExpertRows, ranks: Option<u32>, spare: usize) -> Option<(Exp
     }
     let has_rows = changes.iter().any(|change| change.rows > 0);
     has_rows.then(|| (ExpertPlacement::new(ranks, layers), changes))
+}
+
+/// Rows of the rank with the most beside the first one, divided by those of all ranks; 0 without rows.
+fn fullest_worker(ranks: &[f64]) -> f64 {
+    let (all, most) =
+        (ranks.iter().sum::<f64>(), ranks.iter().skip(1).fold(0.0, |most: f64, rows| most.max(*rows)));
+    if all > 0.0 { most / all } else { 0.0 }
 }
 
 fn in_words(changes: &[Change]) -> String {
@@ -162,8 +192,14 @@ mod tests {
     use super::*;
 
     fn rows(ranks: &[&[u64]]) -> ExpertRows {
-        let layer = LayerRows { layer: LayerId(4), ranks: ranks.iter().map(|rank| rank.to_vec()).collect() };
-        ExpertRows { layers: vec![layer] }
+        let ranks = ranks.iter().map(|rank| rank.to_vec()).collect();
+        ExpertRows { layers: vec![LayerRows { layer: LayerId(4), ranks, source_experts: None }] }
+    }
+
+    fn mixed(resident: usize, ranks: &[&[u64]]) -> ExpertRows {
+        let mut rows = rows(ranks);
+        rows.layers[0].source_experts = Some(resident);
+        rows
     }
 
     #[test]
@@ -184,6 +220,48 @@ mod tests {
         assert!(changes[0].after < 1.01 && changes[0].copies == 6, "{changes:?}");
         assert!(rebalance(&rows(&[&[0, 0], &[0, 0]]), None, 1).is_none());
         assert_eq!(rebalance(&hot, Some(4), 0).unwrap().0.ranks(), 4);
+    }
+
+    #[test]
+    fn the_source_of_a_mixed_group_keeps_its_number_of_experts() {
+        // Five of six experts lie on the source, of which two have no rows; expert 5 is the busiest.
+        let counted = mixed(5, &[&[9, 0, 8, 0, 7, 0], &[0, 0, 0, 0, 0, 76], &[0; 6]]);
+        let (placement, changes) = rebalance(&counted, None, 0).unwrap();
+        assert_eq!(placement.check(3, &BTreeMap::from([(LayerId(4), 6)])), Ok(()));
+        let owners = placement.layer(LayerId(4)).unwrap();
+        assert_eq!(owners.experts_of(Rank(0)), [0, 1, 2, 4, 5]);
+        assert_eq!((changes[0].before, changes[0].after, changes[0].copies), (0.76, 0.0, 6));
+        // The CPU ranks share what the source does not hold.
+        let counted = mixed(1, &[&[9, 0, 0, 0, 0, 0], &[0, 20, 20, 0, 0, 0], &[0, 0, 0, 20, 0, 31]]);
+        let (placement, changes) = rebalance(&counted, None, 0).unwrap();
+        let owners = placement.layer(LayerId(4)).unwrap();
+        assert_eq!(owners.experts_of(Rank(0)), [5]);
+        assert_eq!((changes[0].before, changes[0].after, changes[0].copies), (0.51, 0.4, 6));
+        // A layer that is whole on the source stays so.
+        let (placement, _) = rebalance(&mixed(2, &[&[1, 1], &[0, 0]]), None, 0).unwrap();
+        assert_eq!(placement.layer(LayerId(4)).unwrap().experts_of(Rank(0)), [0, 1]);
+    }
+
+    #[test]
+    fn rows_of_a_mixed_group_are_read_as_they_are_written() {
+        let rows = mixed(1, &[&[1, 2], &[3, 4]]);
+        assert_eq!(ExpertRows::from_json(&serde_json::to_string(&rows).unwrap()), Ok(rows));
+    }
+
+    #[tokio::test]
+    async fn copies_for_a_mixed_group_are_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), serde_json::to_string(&mixed(1, &[&[1, 2], &[3, 4]])).unwrap()).unwrap();
+        let args = |spare_experts| RebalanceArgs {
+            spare_experts,
+            seconds: None,
+            rows: Some(file.path().to_owned()),
+            ranks: None,
+            admin: AdminAddress::default(),
+        };
+        let refused = run(args(1)).await.unwrap_err().to_string();
+        assert!(refused.contains("--spare-experts is 1") && refused.contains("leave it out"), "{refused}");
+        assert!(run(args(0)).await.is_ok());
     }
 
     #[test]

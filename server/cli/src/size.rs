@@ -7,9 +7,10 @@ use std::process::ExitCode;
 use clap::Args;
 
 use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
+use super::serve::division::by_memory;
 use super::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use super::serve::layers;
-use super::serve::plan::{MAX_BYTES_IN_FLIGHT, by_memory, default_bytes_in_flight, read_placement};
+use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
 use super::units::{bytes, count};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
@@ -53,7 +54,7 @@ pub struct SizeArgs {
     #[arg(long, default_value = "cpu")]
     pub device: Kinds,
     /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
-    #[arg(long, value_name = "SIZE", conflicts_with = "placement")]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["placement", "spare_experts"])]
     pub gpu_memory: Option<MemorySize>,
     /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
     #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
@@ -123,9 +124,9 @@ impl MemoryNeeds {
             }
             (None, None) => None,
         };
-        let share = ExpertShare::of_rank(Rank(0), ranks, placement);
+        let share = ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources as usize);
         let held = |layer, moe: &MoeLayer, rank| match args.spare_experts {
-            0 => share.layer(layer, moe).experts_of(rank).len(),
+            0 => share.held(layer, moe, rank),
             spare => moe.experts.count.div_ceil(ranks).saturating_add(spare).min(moe.experts.count),
         };
         let per_step = args.max_tokens_per_step as usize;
@@ -164,7 +165,7 @@ impl MemoryNeeds {
         let router = ROUTER_BYTES + COPIES_IN_FLIGHT * in_flight;
         let gpu_ranks = if args.device.first == DeviceKind::Cuda { sources } else { 0 };
         let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
-        let mut weights = bytes_of_ranks(spec, ranks, held);
+        let mut weights = bytes_of_ranks(spec, ranks, sources as usize, held);
         let on_gpus = gpu_bytes_of_ranks(spec, products, gpu_ranks as usize, held);
         weights[..gpu_ranks as usize].copy_from_slice(&on_gpus);
         Ok(MemoryNeeds {

@@ -67,7 +67,11 @@ fn rows_to_json(rows: &GetExpertRowsResponse) -> serde_json::Value {
         .iter()
         .map(|layer| {
             let ranks: Vec<_> = layer.ranks.iter().map(|rank| &rank.rows).collect();
-            json!({ "layer": layer.layer, "ranks": ranks })
+            let mut rows = json!({ "layer": layer.layer, "ranks": ranks });
+            if let Some(experts) = layer.source_experts {
+                rows["source_experts"] = experts.into();
+            }
+            rows
         })
         .collect();
     json!({ "layers": layers })
@@ -200,7 +204,7 @@ fn gpu_text(gpu: &GpuUsage) -> String {
 
 fn session_text(session: &SessionStatus) -> String {
     format!(
-        "user {}, pid {}, {:.0} s, {}, {} ({} in flight), {}{}",
+        "user {}, pid {}, {:.0} s, {}, {} ({} in flight), {} {}",
         session.user,
         session.pid,
         session.age_seconds,
@@ -209,9 +213,9 @@ fn session_text(session: &SessionStatus) -> String {
         session.calls_in_flight,
         count(session.rows_total, "row"),
         match (session.in_place, session.refusal.as_str()) {
-            (true, _) => " in place".to_owned(),
-            (false, "") => " copied".to_owned(),
-            (false, refusal) => format!(" copied: {refusal}"),
+            (true, _) => "in place".to_owned(),
+            (false, "") => "(ranks have not attached the memory yet)".to_owned(),
+            (false, refusal) => format!("(refused: {refusal})"),
         }
     )
 }
@@ -333,6 +337,13 @@ mod tests {
         assert!(text.contains("router       36.0 MiB resident"), "{text}");
         assert!(text.contains("folder       /models/olmoe"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1.0 MiB, 0 calls"), "{text}");
+        let session = |in_place, refusal: &str| {
+            let session = SessionStatus { in_place, refusal: refusal.to_owned(), ..SessionStatus::default() };
+            session_text(&session)
+        };
+        assert!(session(true, "").ends_with("0 rows in place"));
+        assert!(session(false, "").ends_with("0 rows (ranks have not attached the memory yet)"));
+        assert!(session(false, "rank 1: no room").ends_with("0 rows (refused: rank 1: no room)"));
     }
 
     #[test]

@@ -29,6 +29,9 @@ pub struct LayerRows {
     pub layer: LayerId,
     /// `[ranks][experts]`: rows that each expert has computed on each rank.
     pub ranks: Vec<Vec<u64>>,
+    /// Number of the layer's experts that the source rank of a mixed group owns; `None` in other groups.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source_experts: Option<usize>,
 }
 
 impl ExpertRows {
@@ -166,6 +169,7 @@ mod tests {
         let layer = |(id, ranks): (u32, [[u64; 2]; 2])| LayerRows {
             layer: LayerId(id),
             ranks: ranks.map(|rank| rank.to_vec()).to_vec(),
+            source_experts: None,
         };
         ExpertRows { layers: (3..).zip(layers).map(layer).collect() }
     }
@@ -186,7 +190,8 @@ mod tests {
     fn rows_that_no_service_has_are_refused() {
         let read =
             |ranks: &str| ExpertRows::from_json(&format!(r#"{{"layers":[{{"layer":3,"ranks":{ranks}}}]}}"#));
-        let layer = LayerRows { layer: LayerId(3), ranks: vec![vec![1, 2], vec![3, 4]] };
+        let layer =
+            LayerRows { layer: LayerId(3), ranks: vec![vec![1, 2], vec![3, 4]], source_experts: None };
         assert_eq!(read("[[1,2],[3,4]]"), Ok(ExpertRows { layers: vec![layer] }));
         assert!(
             read("[[1,2],[3]]").is_err_and(|error| error.contains("layer 3 has 2 experts on rank 0 and 1"))

@@ -81,6 +81,7 @@ pub fn model() -> ModelInfo {
             max_connections: 64,
             max_bytes_in_flight: 16 << 20,
         },
+        sources: 0,
         placement: Vec::new(),
     }
 }

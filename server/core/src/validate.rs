@@ -11,7 +11,7 @@ use bytes::Bytes;
 use self::unowned::UNOWNED;
 use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
 use crate::failure::{Failure, Violation};
-use expertd_types::{ChunkedBytes, DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
+use expertd_types::{DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 
 /// The parts of a request that are not in its message.
 #[derive(Clone, Copy, Debug)]
@@ -46,14 +46,12 @@ pub struct Asked {
     pub expected_fingerprint: String,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
-    /// Whether the receipt carries phase timings.
-    pub return_timings: bool,
 }
 
 /// Where the rows of a call are.
 pub enum AskedRows {
     /// Here; `None` if the call has none.
-    Given(Option<ChunkedBytes>),
+    Given(Option<Bytes>),
     /// In memory that ranks have attached, at places that were checked.
     InPlace,
 }
@@ -103,7 +101,7 @@ pub fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<
     }
     let rows = match asked.rows {
         AskedRows::Given(rows) => found.rows(rows, tokens, model.hidden, dtype),
-        AskedRows::InPlace => ChunkedBytes::default(),
+        AskedRows::InPlace => Bytes::new(),
     };
     let routing = asked.routing.and_then(|routing| found.routing(routing, tokens, layer));
     let token_ids = layer.routes_by_token_id.then(|| found.token_ids(asked.token_ids, tokens, layer));
@@ -130,7 +128,6 @@ pub fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<
         shared_experts,
         expected_version,
         return_routing: asked.return_routing,
-        return_timings: asked.return_timings,
         deadline: envelope.deadline,
     }))
 }
@@ -208,17 +205,11 @@ impl Violations {
         found == expected
     }
 
-    fn rows(
-        &mut self,
-        rows: Option<ChunkedBytes>,
-        tokens: usize,
-        hidden: usize,
-        dtype: Option<DType>,
-    ) -> ChunkedBytes {
+    fn rows(&mut self, rows: Option<Bytes>, tokens: usize, hidden: usize, dtype: Option<DType>) -> Bytes {
         if rows.is_none() && tokens > 0 {
             self.add("inline", "the rows are missing");
         }
-        let Some(rows) = rows else { return ChunkedBytes::default() };
+        let Some(rows) = rows else { return Bytes::new() };
         if let Some(dtype) = dtype {
             let shape = format!("{tokens} tokens of {hidden} {dtype}");
             self.bytes("inline", rows.len(), tokens * hidden * dtype.size(), &shape);

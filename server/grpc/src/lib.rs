@@ -2,7 +2,7 @@
 //! the metrics port.
 //!
 //! * `access`: who may call: TLS, client certificates, tokens, users of this host.
-//! * `transport`: connections (limits, keep-alive), and `layers`, which every call passes (credentials, deadline, charges).
+//! * `transport`: connections (limits, keep-alive), and `calls`: what happens to each call before its service (credentials, deadline, charges).
 //! * `bytes`: what messages are charged, and the progress of connections.
 //! * `status`: a failure as a gRPC status.
 //! * `service`: the services themselves.
@@ -24,7 +24,7 @@ mod transport;
 pub use access::{Access, AccessConfig, AccessError};
 pub use bytes::activity::ConnectionTimeouts;
 pub use metrics_port::MetricsPort;
-pub use service::description::ModelDescription;
+pub use service::convert::encoded_model;
 pub use service::network::{NetworkSession, NetworkSessions};
 pub use status::ERROR_DOMAIN;
 pub use transport::places::ConnectionLimits;

@@ -56,6 +56,8 @@ pub struct LoaderSetup {
     pub rank: Rank,
     /// Number of ranks in the group.
     pub ranks: u32,
+    /// Number of ranks that get rows; fewer in a mixed group.
+    pub sources: u32,
     /// The device that the rank runs on.
     pub device: DeviceKind,
     /// The GPUs of the GPU ranks, which are the first ones, as indices among the GPUs that the process may use.
@@ -130,7 +132,7 @@ pub struct RankSetup {
     pub spin: Duration,
     /// Time limit of a wait for peers within a step.
     pub peer_timeout: Duration,
-    /// Time limit of a step, within which the source of a mixed group waits for CPU ranks.
+    /// Time limit of a step, within which the ranks of a mixed group wait for each other.
     pub step_timeout: Duration,
     /// Interval of the rank's heartbeat.
     pub heartbeat: Duration,

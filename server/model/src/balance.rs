@@ -7,7 +7,7 @@
 //! which the smallest is taken whose imbalance is close to the best. A placement is never worse than contiguous ranges for the
 //! given rows.
 
-use expertd_types::LayerPlacement;
+use expertd_types::{LayerPlacement, Rank};
 
 /// Number of different numbers of copies that are tried.
 const TRIALS: usize = 16;
@@ -23,12 +23,17 @@ const EVEN: f64 = 1.001;
 /// If `ranks` is zero.
 #[must_use]
 pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
+    let room = rows.len().div_ceil(ranks).saturating_add(spare);
+    // An expert has at most one copy on each rank.
+    let extra = room.saturating_mul(ranks).min(rows.len() * ranks) - rows.len();
+    place(rows, ranks, room, extra)
+}
+
+/// Computes a placement in which a rank owns at most `room` experts, with at most `extra` copies beside one of each expert.
+fn place(rows: &[u64], ranks: usize, room: usize, extra: usize) -> LayerPlacement {
     let contiguous = LayerPlacement::contiguous(rows.len(), ranks);
     let mut found = vec![(imbalance(rows, &contiguous), contiguous)];
     if rows.iter().any(|&rows| rows > 0) {
-        let room = rows.len().div_ceil(ranks).saturating_add(spare);
-        // An expert has at most one copy on each rank.
-        let extra = room.saturating_mul(ranks).min(rows.len() * ranks) - rows.len();
         let mut copies = vec![1_u32; rows.len()];
         let mut added = 0;
         for trial in 0..=TRIALS {
@@ -50,6 +55,23 @@ pub fn balance(rows: &[u64], ranks: usize, spare: usize) -> LayerPlacement {
     chosen.map_or_else(|| LayerPlacement::contiguous(rows.len(), ranks), |(_, placement)| placement)
 }
 
+/// Computes a placement for a mixed group: the first rank gets the `resident` experts with the most rows, the other ranks, `workers` of
+/// them, even out the rows of the others. No expert has copies.
+///
+/// # Panics
+/// If `workers` is zero.
+#[must_use]
+pub fn balance_mixed(rows: &[u64], resident: usize, workers: usize) -> LayerPlacement {
+    let mut order: Vec<u32> = (0..rows.len() as u32).collect();
+    // Equal ones stay in order.
+    order.sort_by_key(|&expert| std::cmp::Reverse(rows[expert as usize]));
+    let others = order.split_off(resident.min(order.len()));
+    let rows_of_others: Vec<u64> = others.iter().map(|&expert| rows[expert as usize]).collect();
+    let shared = place(&rows_of_others, workers, others.len().div_ceil(workers), 0);
+    let of_worker = |worker| shared.experts_of(Rank(worker)).iter().map(|&at| others[at as usize]).collect();
+    LayerPlacement::new(std::iter::once(order).chain((0..workers as u32).map(of_worker)).collect())
+}
+
 /// The imbalance of these rows under a placement whose copies share an expert's rows evenly: rows of the fullest rank, divided by the
 /// mean; 1 is perfect, also without rows.
 #[must_use]
@@ -65,7 +87,7 @@ pub fn imbalance(rows: &[u64], placement: &LayerPlacement) -> f64 {
 /// `[ranks]`: rows of each rank under a placement whose copies share an expert's rows evenly.
 #[must_use]
 pub fn loads(rows: &[u64], placement: &LayerPlacement) -> Vec<f64> {
-    let ranks = (0..placement.ranks() as u32).map(expertd_types::Rank);
+    let ranks = (0..placement.ranks() as u32).map(Rank);
     let owned: Vec<&[u32]> = ranks.map(|rank| placement.experts_of(rank)).collect();
     let mut copies = vec![0_u32; rows.len()];
     owned.iter().copied().flatten().for_each(|&expert| copies[expert as usize] += 1);

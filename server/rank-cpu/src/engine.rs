@@ -19,7 +19,7 @@ use expertd_compute::gate::GateScratch;
 use expertd_compute::linalg::{AlignedBuffer, SimdLevel};
 use expertd_ipc::control::{FailureKind, RankSetup};
 use expertd_ipc::{ExpertsNotice, GroupShape, RankStaging, RowCounts, StepDescriptor};
-use expertd_model::ModelSpec;
+use expertd_model::{ModelSpec, MoeLayer};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{
     ClientMemory, Failure, HostMemories, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport,
@@ -92,8 +92,9 @@ fn workspace(
     threads: usize,
 ) -> Workspace {
     let ranks = shape.sources as usize;
-    let widths =
-        spec.moe_layers().map(|(_, moe)| moe.experts.width.max(moe.shared.as_ref().map_or(0, |s| s.width)));
+    let has_shared = layers.iter().flatten().any(|layer| layer.shared.is_some());
+    let shared = |moe: &MoeLayer| moe.shared.as_ref().filter(|_| has_shared).map_or(0, |s| s.width);
+    let widths = spec.moe_layers().map(|(_, moe)| moe.experts.width.max(shared(moe)));
     let local = layers.iter().flatten().map(|layer| layer.mine.len());
     let per_row = shape.max_top_k.min(local.max().unwrap_or(1)).max(1);
     Workspace::new(WorkspaceSize {
@@ -120,8 +121,8 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     joining.clock.end("threads");
     let windows = joining.next_fd("the windows")?;
     let weights = joining.next_fd("the weights")?;
-    let ranks = setup.shape.ranks as usize;
-    let weights = map(weights, setup.rank, ranks, &setup.fingerprint, setup.fp8_products)
+    let group = (setup.shape.ranks as usize, setup.shape.sources as usize);
+    let weights = map(weights, setup.rank, group, &setup.fingerprint, setup.fp8_products)
         .map_err(|error| (FailureKind::Load, error.to_string()))?;
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");

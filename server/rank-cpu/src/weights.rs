@@ -27,7 +27,7 @@ use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, Fp8Products, LayerI
 /// Marks the memory as packed weights of CPU ranks.
 const MAGIC: [u8; 8] = *b"xpdcpuwt";
 /// Changes with every change of the layout, also of packed matrices.
-const LAYOUT: u32 = 3;
+const LAYOUT: u32 = 4;
 /// Alignment of every part, in bytes.
 const ALIGN: u64 = 64;
 /// Upper bound of the bytes that one part takes in the index.
@@ -59,14 +59,16 @@ pub(crate) struct SharedMlp {
     pub(crate) gate: Option<Vec<f32>>,
 }
 
-/// A rank's part of one MoE block: the whole gate, the routed experts that the rank owns, and the shared experts.
+/// A rank's part of one MoE block: the routed experts that the rank holds; on ranks that get rows, also the whole gate and the shared
+/// experts.
 pub(crate) struct RankLayer {
-    pub(crate) gate: CpuGate,
+    /// `None` on a rank that gets no rows.
+    pub(crate) gate: Option<CpuGate>,
     /// The ranks that own each expert.
     pub(crate) owners: ExpertOwners,
     /// Whether the first rank owns all of them, by the placement. In a mixed group it then runs the layer's steps alone.
     pub(crate) is_whole: bool,
-    /// Experts that this rank owns, ascending.
+    /// Experts that this rank holds, ascending.
     pub(crate) mine: Vec<u32>,
     /// `[experts]`: index in `mine` of each expert, or [`NOT_HERE`].
     pub(crate) local: Vec<u32>,
@@ -75,7 +77,7 @@ pub(crate) struct RankLayer {
     pub(crate) shared: Option<SharedMlp>,
 }
 
-/// Entry of [`RankLayer::local`] for an expert that the rank does not own.
+/// Entry of [`RankLayer::local`] for an expert that the rank does not hold.
 pub(crate) const NOT_HERE: u32 = u32::MAX;
 
 /// A rank's weights, mapped.
@@ -113,14 +115,16 @@ struct Index {
     fingerprint: WeightFingerprint,
     rank: Rank,
     ranks: usize,
+    sources: usize,
     /// The owners of experts; `None`: contiguous ranges.
     placement: Option<ExpertPlacement>,
     weight_bytes: u64,
     spec: ModelSpec,
-    /// Of each layer with an MoE block: the gate; then gate and up, and down, of each owned expert and of the shared ones.
+    /// Of each layer with an MoE block: the gate; then gate and up, and down, of each held expert and of the shared ones. Ranks that get
+    /// no rows have no gates and no shared experts.
     matrices: Vec<StoredMatrix>,
     /// Of each layer with an MoE block: the gate's bias, correction bias and table; then the two biases of each expert and
-    /// of the shared ones, and the gate of these. Empty where there is none.
+    /// of the shared ones, and the gate of these. Empty where there is none, missing with the matrices.
     vectors: Vec<Place>,
 }
 
@@ -136,13 +140,15 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
     let checkpoint = pool.install(|| open_checkpoint(&setup.checkpoint, progress))?;
     let spec = checkpoint.spec();
     let placement = setup.checkpoint.placement.clone();
-    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, placement.clone());
+    let share = ExpertShare::of_rank(setup.rank, setup.ranks as usize, placement.clone())
+        .with_sources(setup.sources as usize);
     let weight_bytes = share.bytes(spec);
     progress.set(0, weight_bytes);
     let index = Index {
         fingerprint: setup.checkpoint.fingerprint,
         rank: setup.rank,
         ranks: share.ranks,
+        sources: setup.sources as usize,
         placement,
         weight_bytes,
         spec: spec.clone(),
@@ -152,7 +158,9 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
     let mut packer = Packer::new(index, &share)?;
     let (mut loaded, buffers) = (0, ReadBuffers::new(&checkpoint));
     for (layer, moe) in spec.moe_layers() {
-        packer.gate(&CpuGate::new(&moe.gate, &checkpoint.gate(layer)?))?;
+        if share.is_source() {
+            packer.gate(&CpuGate::new(&moe.gate, &checkpoint.gate(layer)?))?;
+        }
         let mine = share.experts(layer, moe);
         // Few at a time: what is packed and not yet written is held twice.
         for experts in mine.chunks(2 * setup.threads) {
@@ -164,6 +172,9 @@ pub fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedShare, Wei
                 loaded += moe.experts.bytes;
                 progress.set(loaded, weight_bytes);
             }
+        }
+        if !share.is_source() {
+            continue;
         }
         let mut buffer = buffers.take();
         let tensors = pool.install(|| checkpoint.read_shared(layer, &mut buffer))?;
@@ -275,11 +286,12 @@ impl Packer {
     }
 }
 
-/// Maps the weights that a loader has packed for `rank` of `ranks`. They are packed alike whatever `fp8_products` says.
+/// Maps the weights that a loader has packed for `rank` of `ranks`, of which `sources` get rows. They are packed alike whatever
+/// `fp8_products` says.
 pub(crate) fn map(
     fd: OwnedFd,
     rank: Rank,
-    ranks: usize,
+    (ranks, sources): (usize, usize),
     fingerprint: &WeightFingerprint,
     fp8_products: Fp8Products,
 ) -> Result<RankWeights, WeightsError> {
@@ -300,11 +312,12 @@ pub(crate) fn map(
     let json = json.ok_or_else(|| contents("an index".into(), format!("{} bytes", bytes.len())))?;
     let index: Index =
         serde_json::from_slice(json).map_err(|error| contents("an index".into(), error.to_string()))?;
-    if (index.rank, index.ranks, index.fingerprint) != (rank, ranks, *fingerprint) {
-        return Err(contents(
-            format!("the share of rank {rank} of {ranks} with fingerprint {fingerprint}"),
-            format!("that of rank {} of {} with fingerprint {}", index.rank, index.ranks, index.fingerprint),
-        ));
+    let group = (index.rank, index.ranks, index.sources);
+    if (group, index.fingerprint) != ((rank, ranks, sources), *fingerprint) {
+        let share = |(rank, ranks, sources): (Rank, usize, usize), fingerprint| {
+            format!("rank {rank} of {ranks}, {sources} with rows, and fingerprint {fingerprint}")
+        };
+        return Err(contents(share((rank, ranks, sources), fingerprint), share(group, &index.fingerprint)));
     }
     let mut parts = Parts {
         shared: Arc::clone(&memory) as SharedBytes,
@@ -312,7 +325,7 @@ pub(crate) fn map(
         vectors: index.vectors.into_iter(),
         fp8_products,
     };
-    let share = ExpertShare::of_rank(rank, ranks, index.placement);
+    let share = ExpertShare::of_rank(rank, ranks, index.placement).with_sources(sources);
     let layers = (0..).map(LayerId).zip(&index.spec.layers);
     let layers =
         layers.map(|(layer, moe)| moe.as_ref().map(|moe| parts.layer(layer, moe, &share)).transpose());
@@ -367,12 +380,7 @@ impl Parts {
         })
     }
 
-    fn layer(
-        &mut self,
-        layer: LayerId,
-        moe: &MoeLayer,
-        share: &ExpertShare,
-    ) -> Result<RankLayer, WeightsError> {
+    fn gate(&mut self, moe: &MoeLayer) -> Result<CpuGate, WeightsError> {
         let (weight, bias, correction) = (self.matrix()?, self.vector()?, self.vector()?);
         let parts = GateParts {
             weight,
@@ -380,14 +388,24 @@ impl Parts {
             correction: moe.gate.correction_bias.then_some(correction),
             table: self.vector()?,
         };
-        let gate = CpuGate::from_parts(&moe.gate, parts).ok_or_else(|| WeightsError::Contents {
+        CpuGate::from_parts(&moe.gate, parts).ok_or_else(|| WeightsError::Contents {
             expected: format!("a gate of {} experts", moe.gate.num_experts),
             found: "parts of another gate".into(),
-        })?;
+        })
+    }
+
+    fn layer(
+        &mut self,
+        layer: LayerId,
+        moe: &MoeLayer,
+        share: &ExpertShare,
+    ) -> Result<RankLayer, WeightsError> {
+        let is_source = share.is_source();
+        let gate = is_source.then(|| self.gate(moe)).transpose()?;
         let mine = share.experts(layer, moe);
         let experts = mine.iter().map(|expert| self.expert(&format!("layer {layer}, expert {expert}")));
         let experts = experts.collect::<Result<Vec<_>, _>>()?;
-        let shared = match &moe.shared {
+        let shared = match moe.shared.as_ref().filter(|_| is_source) {
             Some(spec) => {
                 let mlp = self.expert("the layer's shared experts")?;
                 let gate: Vec<f32> = self.vector()?;

@@ -58,6 +58,8 @@ pub struct GpuFacts {
     pub name: String,
     /// Its compute capability: major and minor version.
     pub capability: (i32, i32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessors: u32,
 }
 
 impl GpuFacts {
@@ -71,6 +73,12 @@ impl GpuFacts {
         } else {
             Some(KernelPath::Portable)
         }
+    }
+
+    /// Whether the driver compiles the kernels of ranks on it from PTX.
+    #[must_use]
+    pub fn needs_ptx(&self, path: GpuPath) -> bool {
+        self.kernels(path) == Some(KernelPath::Portable) && self.capability.0 != OLDEST.0
     }
 
     /// What is wrong with an unsupported GPU, and what to do.
@@ -114,14 +122,143 @@ impl std::fmt::Display for NcclFacts {
 pub struct Inventory {
     /// The GPUs that this process may use, in CUDA's order.
     pub gpus: Vec<GpuFacts>,
+    /// `[gpus, gpus]`: whether the first can load and store the memory of the second; true for a GPU and itself.
+    pub peers: Vec<Vec<bool>>,
     /// The NCCL that ranks would load, or why there is none.
     pub nccl: Result<NcclFacts, String>,
+}
+
+impl Inventory {
+    /// Why ranks on these GPUs cannot form a group; `None` if they can. Whether each of them is supported is not asked.
+    #[must_use]
+    pub fn apart(&self, gpus: &[u32], path: GpuPath) -> Option<String> {
+        let facts = |gpu: u32| self.gpus.get(gpu as usize);
+        let reaches = |from: u32, to: u32| self.peers.get(from as usize)?.get(to as usize).copied();
+        let pairs = gpus.iter().enumerate().flat_map(|(at, &a)| gpus[..at].iter().map(move |&b| (b, a)));
+        pairs.into_iter().find_map(|(a, b)| {
+            let (one, other) = (facts(a)?, facts(b)?);
+            if one.kernels(path) != other.kernels(path) {
+                return Some(format!(
+                    "GPU {a} ({}) and GPU {b} ({}) run different kernels",
+                    one.name, other.name
+                ));
+            }
+            if one.multiprocessors != other.multiprocessors {
+                return Some(format!(
+                    "GPU {a} ({}) has {} multiprocessors and GPU {b} ({}) has {}",
+                    one.name, one.multiprocessors, other.name, other.multiprocessors
+                ));
+            }
+            let (from, to) =
+                [(a, b), (b, a)].into_iter().find(|&(from, to)| reaches(from, to) != Some(true))?;
+            Some(format!("GPU {from} has no peer access to GPU {to}"))
+        })
+    }
+
+    /// The GPUs that ranks use by default: the longest of the groups that begin with one supported GPU each and take every later one that
+    /// fits those before it; the first of equally long ones. Empty if no GPU is supported.
+    #[must_use]
+    pub fn group(&self, path: GpuPath) -> Vec<u32> {
+        let runs = |gpu: &u32| self.gpus[*gpu as usize].kernels(path).is_some();
+        let supported: Vec<u32> = (0..self.gpus.len() as u32).filter(runs).collect();
+        let mut longest = Vec::new();
+        for at in 0..supported.len() {
+            let mut group = Vec::new();
+            for &gpu in &supported[at..] {
+                group.push(gpu);
+                if self.apart(&group, path).is_some() {
+                    group.pop();
+                }
+            }
+            if group.len() > longest.len() {
+                longest = group;
+            }
+        }
+        longest
+    }
+}
+
+/// Why the driver cannot compile the build's PTX; `None` if it can. `nvcc` is the release that made the PTX, `driver` the newest CUDA that
+/// the driver supports.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn ptx_refusal(nvcc: &str, driver: (i32, i32)) -> Option<String> {
+    let (major, minor) = nvcc.split_once('.')?;
+    let made = (major.parse().ok()?, minor.parse().ok()?);
+    (driver < made).then(|| {
+        format!(
+            "the driver supports CUDA {}.{}, and its compiler does not read the PTX of nvcc {nvcc}, which this GPU's kernels are made \
+             from; install a newer driver, or build with nvcc {}.{} or older",
+            driver.0, driver.1, driver.0, driver.1
+        )
+    })
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    fn card(capability: (i32, i32), multiprocessors: u32) -> GpuFacts {
+        GpuFacts { name: "A card".into(), capability, multiprocessors }
+    }
+
+    fn inventory(gpus: &[((i32, i32), u32)], reaches: impl Fn(usize, usize) -> bool) -> Inventory {
+        let count = gpus.len();
+        let peers = (0..count).map(|from| (0..count).map(|to| from == to || reaches(from, to)).collect());
+        Inventory {
+            gpus: gpus
+                .iter()
+                .map(|&(capability, multiprocessors)| card(capability, multiprocessors))
+                .collect(),
+            peers: peers.collect(),
+            nccl: Err("none".into()),
+        }
+    }
+
+    #[test]
+    fn a_group_has_equal_gpus_that_reach_each_other() {
+        let auto = GpuPath::Auto;
+        let (h100, l40s, turing) = (((9, 0), 132), ((8, 9), 142), ((7, 5), 40));
+        let (all, none) = (|_, _| true, |_, _| false);
+        assert_eq!(inventory(&[h100; 4], all).group(auto), [0, 1, 2, 3]);
+        assert_eq!(inventory(&[l40s, l40s], none).group(auto), [0], "two GeForce cards serve with one rank");
+        assert_eq!(inventory(&[h100, l40s], all).group(auto), [0]);
+        assert_eq!(inventory(&[h100, l40s], all).group(GpuPath::Portable), [0]);
+        assert_eq!(inventory(&[h100, l40s, l40s], all).group(auto), [1, 2]);
+        assert_eq!(inventory(&[turing, h100, turing, h100], all).group(auto), [1, 3]);
+        assert_eq!(inventory(&[turing], all).group(auto), Vec::<u32>::new());
+        // Two pairs, each over a bridge of its own; then a GPU that others reach but that does not reach them.
+        assert_eq!(inventory(&[h100; 4], |a, b| a / 2 == b / 2).group(auto), [0, 1]);
+        assert_eq!(inventory(&[h100; 3], |from, _| from != 0).group(auto), [1, 2]);
+    }
+
+    #[test]
+    fn what_keeps_gpus_apart_is_named() {
+        let (h100, l40s) = (((9, 0), 132), ((8, 9), 142));
+        let of = |gpus: &[((i32, i32), u32)], list: &[u32], path| {
+            inventory(gpus, |from, to| (from, to) != (1, 0)).apart(list, path).unwrap_or_default()
+        };
+        let apart = of(&[h100, l40s], &[0, 1], GpuPath::Auto);
+        assert!(apart.contains("different kernels"), "{apart}");
+        let apart = of(&[h100, l40s], &[0, 1], GpuPath::Portable);
+        assert!(apart.contains("132 multiprocessors") && apart.contains("142"), "{apart}");
+        assert_eq!(of(&[h100; 3], &[2, 0, 1], GpuPath::Auto), "GPU 1 has no peer access to GPU 0");
+        assert_eq!(of(&[h100; 3], &[2, 1, 2, 2], GpuPath::Auto), "");
+    }
+
+    #[test]
+    fn ptx_needs_a_driver_as_new_as_the_compiler() {
+        assert!(
+            !card((9, 0), 132).needs_ptx(GpuPath::Auto) && card((9, 0), 132).needs_ptx(GpuPath::Portable)
+        );
+        let needs = |capability| card(capability, 1).needs_ptx(GpuPath::Auto);
+        assert!(!needs((8, 0)) && !needs((8, 6)) && !needs((8, 9)) && !needs((7, 5)));
+        assert!(needs((10, 0)) && needs((12, 0)));
+        assert_eq!(ptx_refusal("13.0", (13, 0)), None);
+        assert_eq!(ptx_refusal("12.8", (13, 0)), None);
+        let refused = ptx_refusal("13.1", (13, 0)).unwrap();
+        assert!(refused.contains("CUDA 13.0") && refused.contains("nvcc 13.1"), "{refused}");
+    }
 
     #[test]
     fn a_rank_knows_its_gpu_and_how_many_share_it() {
@@ -141,7 +278,7 @@ mod tests {
 
     #[test]
     fn the_kernels_follow_from_the_card_and_the_setting() {
-        let of = |capability| GpuFacts { name: "A card".into(), capability };
+        let of = |capability| card(capability, 132);
         let portable = Some(KernelPath::Portable);
         assert_eq!(of((9, 0)).kernels(GpuPath::Auto), Some(KernelPath::Hopper));
         assert_eq!(of((9, 0)).kernels(GpuPath::Portable), portable);

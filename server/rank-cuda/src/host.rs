@@ -31,6 +31,10 @@ pub const BUILD_HINT: &str = "this build has no GPU ranks; build with `cargo bui
 /// The kernels' row length is a multiple of this number of elements; shorter rows are padded.
 const ROW_UNIT: usize = 64;
 
+/// Tokens of the portable kernels' tiles, and the most tiles of a launch (`kernels/src/portable/grouped_tiles.cuh`).
+const PORTABLE_TILE_ROWS: usize = 128;
+const PORTABLE_MOST_TILES: usize = 65535;
+
 /// Environment variables that ranks on GPUs need: no NVLink multicast, only those kernels loaded that ranks ask for (they ask for all
 /// of their path before any wait on the device), and NCCL's permission to share a GPU if ranks do. `gpus` has each rank's GPU.
 #[must_use]
@@ -173,6 +177,29 @@ pub fn check_portable(spec: &ModelSpec, products: Fp8Products) -> Result<(), Str
     Ok(())
 }
 
+/// Checks whether the portable kernels can divide the rows of the largest step. [`check_portable`] checks the formats.
+///
+/// # Errors
+/// The number of rows and the limit.
+pub fn check_portable_sizes(shape: &Shape) -> Result<(), String> {
+    let (rows, local) = (panel_rows(shape), shape.max_local_experts() as usize);
+    if rows / PORTABLE_TILE_ROWS + local <= PORTABLE_MOST_TILES {
+        return Ok(());
+    }
+    Err(format!(
+        "device cuda: a step can bring {} pairs of row and expert to a rank, which the portable kernels compute in at most \
+         {PORTABLE_MOST_TILES} tiles of {PORTABLE_TILE_ROWS} rows; lower max-tokens-per-step",
+        shape.max_assignments()
+    ))
+}
+
+/// Rows of the experts' workspace. Each expert's rows start at a multiple of 8; routed and shared experts use the same workspace.
+pub(crate) fn panel_rows(shape: &Shape) -> usize {
+    let rows = |assignments: usize, experts: usize| (assignments + 7 * experts).next_multiple_of(8);
+    let routed = rows(shape.max_assignments(), shape.max_local_experts() as usize);
+    routed.max(rows(shape.max_tokens as usize, 1))
+}
+
 fn unsupported(moe: &MoeLayer) -> Option<String> {
     if moe.experts.count > MAX_EXPERTS {
         return Some(format!("has {} experts (supported: at most {MAX_EXPERTS})", moe.experts.count));
@@ -273,6 +300,19 @@ mod tests {
         assert_eq!(visible("2, GPU-8932f937"), 2);
         assert_eq!(visible(""), 0);
         assert_eq!(visible("0,-1,2"), 1);
+    }
+
+    #[test]
+    fn the_portable_kernels_have_a_largest_step() {
+        let shape = |max_tokens| Shape { ranks: 1, max_tokens, hidden: 64, top_k: 8, experts: 128 };
+        for (tokens, fits) in [(1_046_415, true), (1_046_416, false)] {
+            assert_eq!(check_portable_sizes(&shape(tokens)).is_ok(), fits, "{tokens}");
+        }
+        let refused = check_portable_sizes(&shape(2 << 20)).unwrap_err();
+        assert!(
+            refused.contains("16777216 pairs") && refused.contains("lower max-tokens-per-step"),
+            "{refused}"
+        );
     }
 
     #[test]

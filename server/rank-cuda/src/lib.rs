@@ -24,8 +24,8 @@ pub use gpus::{
     SHARING_WAY_OUT, is_shared,
 };
 pub use host::{
-    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, GPU_PATH, check, check_portable, environment, kernel_shape,
-    numa_nodes, path_environment, present, window_bytes,
+    ALIGNED, BUILD_HINT, BUILT, Check, EAGER, GPU_PATH, check, check_portable, check_portable_sizes,
+    environment, kernel_shape, numa_nodes, path_environment, present, window_bytes,
 };
 pub use placement::{copy_tables, resident_tables};
 

@@ -17,15 +17,29 @@ use crate::Progress;
 pub struct ExpertShare {
     /// Number of ranks in the group.
     pub ranks: usize,
+    /// Number of ranks that get rows. In a mixed group these are fewer: the further ranks hold experts only.
+    sources: usize,
     rank: Rank,
     placement: Option<ExpertPlacement>,
 }
 
 impl ExpertShare {
-    /// The share of one of `ranks` ranks by a placement (`None`: contiguous ranges).
+    /// The share of one of `ranks` ranks, all of which get rows, by a placement (`None`: contiguous ranges).
     #[must_use]
     pub const fn of_rank(rank: Rank, ranks: usize, placement: Option<ExpertPlacement>) -> Self {
-        ExpertShare { ranks, rank, placement }
+        ExpertShare { ranks, sources: ranks, rank, placement }
+    }
+
+    /// The same share in a group in which only the first `sources` ranks get rows.
+    #[must_use]
+    pub fn with_sources(self, sources: usize) -> Self {
+        ExpertShare { sources, ..self }
+    }
+
+    /// Whether the rank gets rows, and therefore holds gates and shared experts.
+    #[must_use]
+    pub const fn is_source(&self) -> bool {
+        self.rank.index() < self.sources
     }
 
     /// Whether the share follows from a placement.
@@ -46,16 +60,28 @@ impl ExpertShare {
         given.cloned().unwrap_or_else(|| LayerPlacement::contiguous(moe.experts.count, self.ranks))
     }
 
-    /// The experts of a layer that this rank owns, ascending.
+    /// The experts of a layer that this rank holds, ascending: those that it owns; in a mixed group, beside the source, those of which it
+    /// is the first owner, because no other one computes rows there.
     pub fn experts(&self, layer: LayerId, moe: &MoeLayer) -> Vec<u32> {
-        self.layer(layer, moe).experts_of(self.rank).to_vec()
+        let owned = self.layer(layer, moe);
+        if self.is_source() { owned.experts_of(self.rank).to_vec() } else { owned.first_owned_by(self.rank) }
     }
 
-    /// Size in the checkpoint of this rank's routed experts and all shared experts, in bytes.
+    /// Number of experts of a layer that a rank of this group holds; see [`experts`](Self::experts).
+    pub fn held(&self, layer: LayerId, moe: &MoeLayer, rank: Rank) -> usize {
+        let owned = self.layer(layer, moe);
+        if rank.index() < self.sources {
+            owned.experts_of(rank).len()
+        } else {
+            owned.first_owned_by(rank).len()
+        }
+    }
+
+    /// Size in the checkpoint of this rank's routed experts and, on a source, of all shared experts, in bytes.
     pub fn bytes(&self, spec: &ModelSpec) -> u64 {
+        let shared = |moe: &MoeLayer| moe.shared.as_ref().filter(|_| self.is_source()).map_or(0, |s| s.bytes);
         let of = |(layer, moe): (LayerId, &MoeLayer)| {
-            self.experts(layer, moe).len() as u64 * moe.experts.bytes
-                + moe.shared.as_ref().map_or(0, |s| s.bytes)
+            self.experts(layer, moe).len() as u64 * moe.experts.bytes + shared(moe)
         };
         spec.moe_layers().map(of).sum()
     }

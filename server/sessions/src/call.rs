@@ -82,7 +82,7 @@ impl<E: CallEnd + 'static> Call<E> {
     /// Hands the call to the step loop if its request is valid; otherwise ends it.
     pub(crate) fn submit(mut self, request: Result<Request, Failure>, steps: &dyn Steps) {
         match request {
-            Ok(mut request) => {
+            Ok(request) => {
                 self.end.session().admitted(request.tokens);
                 if let Some(trace) = &self.trace {
                     request.describe_in(trace);
@@ -171,6 +171,5 @@ pub(crate) fn asked(flags: u32, layer: u32, tokens: u32, dtype: u32, version: u6
         expected_version: has(RequestRecord::EXPECT_WEIGHT_VERSION).then_some(version),
         expected_fingerprint: String::new(),
         return_routing: has(RequestRecord::RETURN_ROUTING),
-        return_timings: true,
     }
 }

@@ -180,10 +180,6 @@ fn unreadable(error: &io::Error) -> String {
         ErrorKind::TimedOut | ErrorKind::WouldBlock => {
             format!("no whole frame has come within {OPENING_TIMEOUT:?}; expected OPEN or GET_MODEL")
         }
-        ErrorKind::InvalidData if error.to_string().contains("541676112") => {
-            "an HTTP/2 (gRPC) client has connected to the session socket; use the address of --listen"
-                .to_owned()
-        }
         ErrorKind::UnexpectedEof => "the socket ended within a frame".to_owned(),
         _ => error.to_string(),
     }

@@ -2,33 +2,21 @@
 
 use std::sync::OnceLock;
 
-static BUILD: OnceLock<&'static str> = OnceLock::new();
+/// The text and the commit of [`set_build`].
+static BUILD: OnceLock<(&'static str, &'static str)> = OnceLock::new();
 
-/// Names the build of this process: a version, and in brackets its commit and devices, as in `0.1.0 (968b295, cuda)`. Later calls
-/// change nothing.
-pub fn set_build(text: &'static str) {
-    let _ = BUILD.set(text);
+/// Names the build of this process: a version, and in brackets its commit and devices, as in `0.1.0 (968b295, cuda)`; and the commit
+/// alone, `unknown` if it is. Later calls change nothing.
+pub fn set_build(text: &'static str, commit: &'static str) {
+    let _ = BUILD.set((text, commit));
 }
 
 /// The text of [`set_build`], or the version alone.
 pub fn build() -> &'static str {
-    BUILD.get().copied().unwrap_or(env!("CARGO_PKG_VERSION"))
+    BUILD.get().map_or(env!("CARGO_PKG_VERSION"), |(text, _)| text)
 }
 
-/// The commit in a text of [`set_build`].
-pub(crate) fn commit(build: &str) -> &str {
-    let commit = build.split_once(" (").and_then(|(_, rest)| rest.split_once(", "));
-    commit.map_or("unknown", |(commit, _)| commit.trim_start_matches("commit "))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_commit_is_read_from_the_text() {
-        assert_eq!(commit("0.1.0 (968b295, cuda)"), "968b295");
-        assert_eq!(commit("0.1.0 (commit unknown, cpu)"), "unknown");
-        assert_eq!(commit("0.1.0"), "unknown");
-    }
+/// The commit of [`set_build`], or `unknown`.
+pub(crate) fn commit() -> &'static str {
+    BUILD.get().map_or("unknown", |(_, commit)| commit)
 }

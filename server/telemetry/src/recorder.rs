@@ -15,8 +15,6 @@ use crate::progress;
 /// Interval at which histograms are drained. Until then they hold every sample in memory: at forty thousand calls a second, 2 MB more
 /// each second.
 const UPKEEP_EVERY: Duration = Duration::from_millis(250);
-/// Number of such intervals between two records of the process's memory.
-const MEMORY_EVERY: usize = 20;
 
 /// Handle that renders the metrics of this process.
 #[derive(Clone)]
@@ -28,6 +26,7 @@ impl Recorder {
     /// All metrics in Prometheus' text format.
     pub fn render(&self) -> String {
         record_dropped_lines();
+        record_memory();
         self.handle.render()
     }
 }
@@ -77,12 +76,9 @@ pub fn install_recorder(features: &'static str) -> Recorder {
             let upkeep = handle.clone();
             let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
                 let needed = progress::need("the thread that drains histograms");
-                for turn in (0..MEMORY_EVERY).cycle() {
+                loop {
                     needed.tick();
                     upkeep.run_upkeep();
-                    if turn == 0 {
-                        record_memory();
-                    }
                     std::thread::sleep(UPKEEP_EVERY);
                 }
             });
@@ -106,7 +102,7 @@ fn record_build(features: &'static str) {
     gauge!(
         names::BUILD_INFO,
         "version" => env!("CARGO_PKG_VERSION"),
-        "commit" => commit(crate::build()).to_owned(),
+        "commit" => commit(),
         "features" => features,
     )
     .set(1.0);

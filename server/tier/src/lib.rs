@@ -41,6 +41,14 @@ pub const fn word(generation: Generation, sequence: Sequence) -> u64 {
     generation.0 << SEQUENCE_BITS | sequence.0
 }
 
+/// For tests (see [`expertd_shm::faults`]): if this variable is set, each step finds NaN in the memory of the wire that it reads, unless a
+/// rank has written it before.
+const POISON: &str = "EXPERTD_TIER_POISON";
+
+fn is_poisoned() -> bool {
+    expertd_shm::faults::setting(POISON).is_some()
+}
+
 /// Pause between two looks at a word after spinning. A device cannot ring a doorbell.
 const NAP: Duration = Duration::from_micros(20);
 /// The pause of a long wait, whose peer computes something long.

@@ -1,26 +1,28 @@
 //! The source rank's side of the wire.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use expertd_shm::region::SharedRegion;
+use expertd_shm::region::{SharedRegion, SharedSlice};
 use expertd_types::{Generation, Sequence, Slot};
 
 use crate::layout::{Returned, Sent, SlotPlaces, TierLayout, TierShape, WireError};
-use crate::{has_come, wait_for, word};
+use crate::{has_come, is_poisoned, wait_for, word};
 
 /// The source rank's side of the wire.
 #[derive(Debug)]
 pub struct SourceWire {
     layout: TierLayout,
     generation: Generation,
-    region: Arc<SharedRegion>,
+    /// The whole memory.
+    pages: SharedSlice<u8>,
     /// `[slots]`.
     sent: Vec<Sent>,
     /// `[workers][slots]`.
     returned: Vec<Vec<Returned>>,
+    /// See [`POISON`](crate::POISON).
+    pub(crate) is_poisoned: bool,
 }
 
 /// Where a source on the CPU writes a step's rows and the choices of its gate.
@@ -46,7 +48,8 @@ impl SourceWire {
         region.populate(0, region.len())?;
         let returned = (0..shape.workers).map(|worker| layout.returned(&region, worker));
         let (sent, returned) = (layout.sent(&region)?, returned.collect::<Result<_, _>>()?);
-        Ok(SourceWire { layout, generation, region, sent, returned })
+        let pages = region.slice(0, region.len())?;
+        Ok(SourceWire { layout, generation, pages, sent, returned, is_poisoned: is_poisoned() })
     }
 
     /// The sizes.
@@ -56,18 +59,32 @@ impl SourceWire {
     }
 
     /// Address and length in bytes of the memory, for a device that needs it pinned. Valid as long as the wire lives.
-    ///
-    /// # Errors
-    /// Never: the whole region is a valid view.
-    pub fn pages(&self) -> Result<(*mut u8, usize), WireError> {
-        let all = self.region.slice::<u8>(0, self.region.len())?;
-        Ok((all.as_ptr(), all.len()))
+    #[must_use]
+    pub fn pages(&self) -> (*mut u8, usize) {
+        (self.pages.as_ptr(), self.pages.len())
     }
 
     /// Places of each slot, as offsets from the beginning of [`pages`](Self::pages).
     #[must_use]
     pub fn places(&self) -> &[SlotPlaces] {
         self.layout.slots()
+    }
+
+    /// Begins a step of the slot, before its rows and choices are written here or by a device.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn begin(&mut self, slot: Slot) {
+        if !self.is_poisoned {
+            return;
+        }
+        let sent = &self.sent[slot.index()];
+        // SAFETY: as in `outgoing`.
+        unsafe {
+            sent.ids.as_mut_slice().fill(0);
+            sent.weights.as_mut_slice().fill(f32::NAN);
+            sent.rows.as_mut_slice().fill(u16::MAX);
+        }
     }
 
     /// The memory for a step's rows and choices. `&mut self` excludes a second borrow.

@@ -80,6 +80,35 @@ fn rows_and_sums_of_many_steps_arrive() {
 }
 
 #[test]
+fn a_step_of_a_poisoned_wire_finds_nothing_of_the_step_before() {
+    let region = create();
+    let (mut source, mut one, mut two) = (source(&region), worker(&region, 1), worker(&region, 2));
+    source.is_poisoned = true;
+    one.is_poisoned = true;
+    for n in [1, 3] {
+        source.begin(Slot(1));
+        one.begin(Slot(1));
+        two.begin(Slot(1));
+        if n == 1 {
+            send(&mut source, Slot(1), n, 6);
+        } else {
+            // A source that writes nothing.
+            source.send(Slot(1), Sequence(n));
+        }
+        let (incoming, sums) = one.step(Slot(1), Sequence(n), 6, 2).unwrap();
+        assert!(sums.iter().all(|sum| sum.is_nan()), "step {n}");
+        sums.fill(1.0);
+        let poisoned = incoming.rows.iter().all(|row| row.is_nan())
+            && incoming.weights.iter().all(|weight| weight.is_nan())
+            && incoming.ids.iter().all(|&id| id == 0);
+        assert_eq!(poisoned, n == 3);
+        let (_, sums) = two.step(Slot(1), Sequence(n), 6, 2).unwrap();
+        assert!(sums.iter().all(|&sum| sum == if n == 1 { 0.0 } else { 2.0 }), "step {n}: not poisoned");
+        sums.fill(2.0);
+    }
+}
+
+#[test]
 fn a_rank_that_does_not_come_is_named() {
     let region = create();
     let mut source = source(&region);
@@ -173,7 +202,7 @@ fn places_of_a_device_are_those_of_the_host() {
     send(&mut source, Slot(1), 3, 2);
     let bytes = region.slice::<u8>(0, region.len()).unwrap();
     let SlotPlaces { sent, ids, rows, done, sums, .. } = source.places()[1].clone();
-    assert_eq!(source.pages().unwrap().1, region.len());
+    assert_eq!(source.pages().1, region.len());
     let read = |at: usize| {
         let mut word = [0; 8];
         bytes.load_bytes(at, &mut word);

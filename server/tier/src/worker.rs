@@ -10,7 +10,7 @@ use expertd_shm::region::SharedRegion;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
 use crate::layout::{Returned, Sent, TierLayout, TierShape, WireError};
-use crate::{has_come, wait_for, word};
+use crate::{has_come, is_poisoned, wait_for, word};
 
 /// A CPU rank's side of the wire.
 #[derive(Debug)]
@@ -21,12 +21,14 @@ pub struct WorkerWire {
     sent: Vec<Sent>,
     /// `[slots]`.
     returned: Vec<Returned>,
+    /// See [`POISON`](crate::POISON).
+    pub(crate) is_poisoned: bool,
 }
 
 /// The rows of a step and the choices of the source's gate.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming<'a> {
-    /// `[tokens, k]`; ids outside of the layer's experts belong to no rank.
+    /// `[tokens, k]`; -1 for a choice that no CPU rank computes. Ids outside of the layer's experts belong to no rank.
     pub ids: &'a [i32],
     /// `[tokens, k]`.
     pub weights: &'a [f32],
@@ -57,13 +59,25 @@ impl WorkerWire {
             region.populate(slot.done[worker], slot.sums[worker] - slot.done[worker] + sums)?;
         }
         let (sent, returned) = (layout.sent(&region)?, layout.returned(&region, worker)?);
-        Ok(WorkerWire { shape, generation, sent, returned })
+        Ok(WorkerWire { shape, generation, sent, returned, is_poisoned: is_poisoned() })
     }
 
     /// The sizes.
     #[must_use]
     pub const fn shape(&self) -> &TierShape {
         &self.shape
+    }
+
+    /// Begins a step of the slot.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn begin(&mut self, slot: Slot) {
+        if self.is_poisoned {
+            // SAFETY: only this rank writes its sums (one process by its claim), and the source has read those of the slot's previous
+            // step, which every rank has completed.
+            unsafe { self.returned[slot.index()].sums.as_mut_slice().fill(f32::NAN) };
+        }
     }
 
     /// Waits until the source has sent the step's rows: spins for `spin`, then looks again after naps.

@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-mod chunked;
 mod fingerprint;
 mod gpu_path;
 mod ids;
@@ -14,7 +13,6 @@ pub mod rows;
 mod usage;
 mod uuid;
 
-pub use chunked::{ChunkedBytes, ChunkedSlice};
 pub use fingerprint::{Coverage, NoFingerprint, WeightFingerprint};
 pub use gpu_path::GpuPath;
 pub use ids::*;

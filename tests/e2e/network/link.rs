@@ -112,6 +112,13 @@ impl Namespace {
         self.name.replace('-', "")
     }
 
+    /// Cuts the client off, or connects it again. The client's end goes down and not this one: without the route of this end the kernel
+    /// would send what is meant for the client to its default gateway, and keep for minutes what it learns there, which UCX takes for a
+    /// route to the client.
+    fn set_link(&self, state: &str) {
+        assert!(run(&format!("ip -n {} link set {}p {state}", self.name, self.link())));
+    }
+
     fn spawn_client(&self, address: &str, notes: &Path) -> Child {
         Command::new("ip")
             .args(["netns", "exec", &self.name])
@@ -167,13 +174,13 @@ fn a_link_that_delays_drops_and_breaks() {
     }
     answered_more("calls after that");
     let agent = agents(&service)[0];
-    assert!(run(&format!("ip link set {link} down")));
+    namespace.set_link("down");
     let failed = counts()[1];
     eventually(LOST, "calls fail within their deadlines", || counts()[1] > failed + 3);
     eventually(2 * LOST, "the session of a client that is cut off ends", || {
         !agents(&service).contains(&agent) && sessions(&service).len() <= 1
     });
-    assert!(run(&format!("ip link set {link} up")));
+    namespace.set_link("up");
     answered_more("calls once the link is back");
     client.kill().unwrap();
     client.wait().unwrap();

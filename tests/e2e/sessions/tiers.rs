@@ -3,6 +3,7 @@
 use bytemuck::Zeroable as _;
 use expertd_session::cuda::wire::PreparedCall;
 use expertd_session::cuda::{CudaSession, CudaSessionOptions, SessionStream};
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
 use super::*;
 use crate::tiers::{TOLERANCE, placement, write};
@@ -87,4 +88,84 @@ fn cuda_sessions_of_a_source_on_a_gpu() {
         }
     }
     assert_eq!(stream.status().unwrap().failures, 0);
+}
+
+/// A call of a layer that is whole on the GPU overtakes one that waits for a stopped CPU rank. Its client is told of its end when the
+/// router knows it, and not before: after the fault it would be computed again, into memory that the client uses for other things.
+#[test]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+fn a_call_that_overtakes_is_not_computed_after_its_word() {
+    const MEMORY: usize = 16 << 20;
+    const ROWS: usize = 64;
+    const SPLIT: u32 = 0;
+    const WHOLE: u32 = 1;
+    let split = LayerPlacement::new(vec![(0..4).collect(), (4..8).collect()]);
+    let whole = LayerPlacement::new(vec![(0..8).collect(), Vec::new()]);
+    let placed = ExpertPlacement::new(2, [(LayerId(SPLIT), split), (LayerId(WHOLE), whole)]);
+    let (_folder, file) = write(&placed);
+    let step = ROWS.to_string();
+    let (runtime, host) = (
+        runtime(),
+        Host::start(
+            FAMILY,
+            2,
+            &[
+                &["--device", "cuda,cpu", "--placement", file.to_str().unwrap()][..],
+                // The whole call fills a step, so that it is launched while the split one waits.
+                &["--max-tokens-per-step", &step, "--liveness-timeout-ms", "4000"],
+            ]
+            .concat(),
+        ),
+    );
+    let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
+    let options = CudaSessionOptions {
+        device: expertd_rank_cuda::present() - 1,
+        memory_bytes: MEMORY,
+        ..CudaSessionOptions::default()
+    };
+    let session = Arc::new(CudaSession::open(&host.address, &options).unwrap());
+    let streams = [0, 1].map(|doorbell| SessionStream::new(&session, doorbell).unwrap());
+    let mut rows = Rows::new(&golden(FAMILY), 1, ROWS).within(TOLERANCE);
+    // Each call has a quarter of the memory, half of it for its output.
+    let place = |layer: u32| layer as usize * MEMORY / 4;
+    let calls = [SPLIT, WHOLE].map(|layer| PreparedCall {
+        layer,
+        dtype: DType::F32 as u32,
+        max_rows: ROWS as u32,
+        rows: place(layer) as u64,
+        output: (place(layer) + MEMORY / 8) as u64,
+        ..PreparedCall::zeroed()
+    });
+    let calls = calls.map(|call| session.prepare(&[call]).unwrap()[0]);
+    let requests = [(SPLIT, 1), (WHOLE, ROWS)].map(|(layer, tokens)| rows.draw_of(layer, tokens).0);
+    let wanted = [0, 1].map(|which: usize| {
+        let Some(Payload::Inline(sent)) = &requests[which].payload else { panic!("{requests:?}") };
+        session.memory().write(place(which as u32), sent).unwrap();
+        runtime.block_on(client.forward(requests[which].clone(), None)).unwrap().rows
+    });
+    let output = |which: usize| {
+        let mut output = vec![0; wanted[which].len()];
+        session.memory().read(place(which as u32) + MEMORY / 8, &mut output).unwrap();
+        output
+    };
+    let stopped = host.service.ranks();
+    send(stopped[1], Signal::STOP);
+    streams[0].call(calls[0], 1).unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    streams[1].call(calls[1], ROWS as u32).unwrap();
+
+    streams[1].synchronize().unwrap();
+    assert!(output(1) == wanted[1]);
+    // The client has the result, and uses the memory for other things.
+    let other = vec![0xa5; wanted[1].len()];
+    session.memory().write(place(WHOLE), &other).unwrap();
+    session.memory().write(place(WHOLE) + MEMORY / 8, &other).unwrap();
+    streams[0].synchronize().unwrap();
+    assert!(output(0) == wanted[0]);
+    eventually(LOST, "new ranks", || host.service.ranks().iter().all(|rank| !stopped.contains(rank)));
+    // Steps end in order: what was launched before this call has ended.
+    runtime.block_on(client.forward(requests[1].clone(), None)).unwrap();
+    assert!(output(1) == other, "the call was computed again after its client was told of its end");
+    let counts = streams.map(|stream| stream.status().unwrap());
+    assert!(counts.iter().all(|status| (status.calls, status.failures) == (1, 0)), "{counts:?}");
 }

@@ -90,6 +90,7 @@ impl Fake {
             layers,
             weight_formats: vec!["bf16".to_owned()],
             limits,
+            sources: 2,
             placement: (0..2)
                 .map(|rank| RankPlacement {
                     rank: Rank(rank),
@@ -152,14 +153,14 @@ impl Fake {
         };
         Answer {
             // The rows are copied, as staging copies them, and the request's rows are dropped.
-            rows: Bytes::copy_from_slice(&request.rows.to_bytes()),
+            rows: Bytes::copy_from_slice(&request.rows),
             receipt: Receipt {
                 steps: vec![step],
                 generation: self.model.generation,
                 weight_version: self.model.weight_version,
                 weight_fingerprint: self.model.weight_fingerprint,
                 tokens_per_rank: vec![request.tokens as u32, 0],
-                timings: if request.return_timings { vec![timings] } else { Vec::new() },
+                timings: vec![timings],
                 topk_ids,
                 topk_weights,
                 queue_time: Duration::from_micros(5),
@@ -224,7 +225,11 @@ impl Backend for Fake {
 
     fn expert_rows(&self) -> ExpertRows {
         ExpertRows {
-            layers: vec![LayerRows { layer: LayerId(4), ranks: vec![vec![1, 0, 7], vec![2, 0, 0]] }],
+            layers: vec![LayerRows {
+                layer: LayerId(4),
+                ranks: vec![vec![1, 0, 7], vec![2, 0, 0]],
+                source_experts: None,
+            }],
         }
     }
 

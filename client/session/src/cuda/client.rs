@@ -3,7 +3,6 @@
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 mod calls;
-mod replies;
 mod status;
 mod watch;
 
@@ -13,7 +12,6 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 
-use self::replies::Replies;
 use self::watch::Shared;
 use super::control::ControlMemory;
 use super::driver::{Gpu, check};
@@ -63,7 +61,8 @@ pub struct CudaSession {
     memory: DeviceMemory,
     gpu: Arc<Gpu>,
     link: Link,
-    replies: Mutex<Replies>,
+    /// Answers to PREPARE frames.
+    replies: Mutex<mpsc::Receiver<Vec<u8>>>,
     watcher: Option<JoinHandle<()>>,
     opened: OpenedCuda,
     model: Vec<u8>,
@@ -116,7 +115,7 @@ impl CudaSession {
             memory,
             gpu,
             link: Link::new(socket),
-            replies: Mutex::new(Replies::new(replies)),
+            replies: Mutex::new(replies),
             watcher: Some(watcher),
             opened,
             model,

@@ -22,7 +22,7 @@ pub struct Stored {
     pub zeros: Vec<u8>,
     pub row_scales: Vec<f32>,
     pub format: i32,
-    /// INT4: elements are rounded to bf16 before the row's scale.
+    /// FP8 and INT4: elements are rounded to bf16 before the row's scale.
     rounded: bool,
 }
 
@@ -127,7 +127,7 @@ impl Stored {
         stored
     }
 
-    /// The matrix as tiles of many tokens multiply it in INT4: each element times its scale, rounded to bf16 once.
+    /// The matrix with each element of FP8 or INT4 times its scale rounded to bf16 once, as tiles of many tokens multiply it.
     pub fn rounded(&self) -> Stored {
         Stored { rounded: true, ..self.clone() }
     }
@@ -138,9 +138,9 @@ impl Stored {
             experts::BF16 => {
                 return bf16::from_le_bytes([self.codes[at * 2], self.codes[at * 2 + 1]]).to_f64();
             }
-            experts::FP8 | experts::W8A8 => {
-                e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128])
-            }
+            experts::FP8 | experts::W8A8 => self.scaled(
+                e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128]),
+            ),
             experts::MXFP8 => e4m3(self.codes[at]) * self.power_of_two(row, col),
             experts::NVFP4 => {
                 let scale =
@@ -151,12 +151,16 @@ impl Stored {
                 let group = row * (self.k / experts::INT4_GROUP) + col / experts::INT4_GROUP;
                 let code = self.codes[at / 2] >> (at % 2 * 4) & 15;
                 let integer = f64::from(code) - f64::from(self.zeros[group]);
-                let scaled = integer * self.group_scales[group].to_f64();
-                if self.rounded { bf16::from_f64(scaled).to_f64() } else { scaled }
+                self.scaled(integer * self.group_scales[group].to_f64())
             }
             _ => e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * self.power_of_two(row, col),
         };
         unscaled * f64::from(self.row_scales[row])
+    }
+
+    /// An element times its scale.
+    fn scaled(&self, product: f64) -> f64 {
+        if self.rounded { bf16::from_f64(product).to_f64() } else { product }
     }
 
     /// The scale of MXFP4 and MXFP8.

@@ -1,6 +1,7 @@
 //! `expertd serve`: the router rank.
 
 mod descriptors;
+pub(crate) mod division;
 mod error;
 pub mod kinds;
 pub mod layers;

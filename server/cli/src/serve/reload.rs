@@ -10,13 +10,92 @@ use expertd_rank::share::{ExpertShare, available_memory};
 use expertd_types::{Coverage, ExpertPlacement, Rank, WeightFingerprint};
 use serde_json::Value;
 
+use super::division::Division;
+use crate::units::bytes;
+
 /// Memory that must stay free beside both sets of weights, in bytes.
 const RESERVE: u64 = 256 << 20;
 
-/// Checks that the checkpoint in `folder` (`None`: the present folder) has the shape of the present one, and whether host memory
-/// has room for both. A child process reads the weights.
-pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
-    let present = &context.checkpoint;
+/// What a reload must keep to, so that `serve` would start with the same weights.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ReloadRules {
+    /// Number of ranks that get rows.
+    pub(super) sources: usize,
+    /// How a mixed group divides experts; `None` in other groups.
+    pub(super) division: Option<Division>,
+    /// Whether weights may exceed the memory that is available.
+    pub(super) skip_memory_check: bool,
+}
+
+impl ReloadRules {
+    /// Checks that the checkpoint in `folder` (`None`: the present folder) has the shape of the present one and that the placement can
+    /// serve, and whether host memory has room for both sets of weights. A child process reads the weights.
+    ///
+    /// # Errors
+    /// The reason why the checkpoint or the placement cannot serve.
+    pub(super) fn plan(&self, context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
+        let spec: ModelSpec = serde_json::from_value(context.spec.clone())
+            .map_err(|error| format!("cannot read the description of the present checkpoint: {error}"))?;
+        let placement = self.placement(&spec, context.checkpoint.placement.clone())?;
+        let has_room = self.has_room(&spec, context, placement.as_ref(), available_memory())?;
+        let present = CheckpointSource { placement, ..context.checkpoint.clone() };
+        Ok(ReloadPlan { source: find(context, &present, folder)?, has_room })
+    }
+
+    /// The placement that the weights get; `None` asks for contiguous ranges.
+    fn placement(
+        &self,
+        spec: &ModelSpec,
+        asked: Option<ExpertPlacement>,
+    ) -> Result<Option<ExpertPlacement>, String> {
+        let Some(division) = &self.division else { return Ok(asked) };
+        let placement = match asked {
+            Some(placement) => placement,
+            None => division.contiguous(spec).map_err(|problem| format!("--gpu-memory {problem}"))?,
+        };
+        division.check(spec, &placement).map_err(|problem| format!("the placement {problem}"))?;
+        Ok(Some(placement))
+    }
+
+    /// Whether host memory, of which `available` bytes are available, has room for the weights beside the present ones.
+    ///
+    /// # Errors
+    /// If it has no room for them once the present ones are dropped, although these fitted.
+    fn has_room(
+        &self,
+        spec: &ModelSpec,
+        context: &ReloadContext,
+        placement: Option<&ExpertPlacement>,
+        available: Option<u64>,
+    ) -> Result<bool, String> {
+        if !context.devices.contains(&DeviceKind::Cpu) {
+            return Ok(true);
+        }
+        let packed = |placement| packed_bytes(spec, &context.devices, self.sources, placement);
+        let (new, present) = (packed(placement), packed(context.serving_placement.as_ref()));
+        if let Some(left) = available.map(|available| available + present)
+            && new > present
+            && new + RESERVE > left
+            && !self.skip_memory_check
+        {
+            return Err(format!(
+                "with this placement the weights on CPUs need {}, and without the present ones {} of memory are available; place fewer \
+                 copies of experts, or more experts on GPUs",
+                bytes(new + RESERVE),
+                bytes(left)
+            ));
+        }
+        let is_available = available.is_none_or(|available| new + RESERVE <= available);
+        Ok(is_available && context.max_weight_bytes.is_none_or(|most| new + present <= most))
+    }
+}
+
+/// Checks that the checkpoint in `folder` (`None`: the present folder) has the shape of the present one.
+fn find(
+    context: &ReloadContext,
+    present: &CheckpointSource,
+    folder: Option<&Path>,
+) -> Result<CheckpointSource, String> {
     let folder = folder.unwrap_or(&present.folder);
     let found = inspect(folder, present).map_err(|problem| {
         if !problem.contains(&format!("layers {}:", present.layers)) {
@@ -31,35 +110,36 @@ pub(super) fn plan(context: &ReloadContext, folder: Option<&Path>) -> Result<Rel
             folder.display()
         ));
     }
-    let mut has_room = true;
-    if context.devices.contains(&DeviceKind::Cpu) {
-        let spec: ModelSpec = serde_json::from_value(found.model)
-            .map_err(|error| format!("cannot read the description of the checkpoint: {error}"))?;
-        let packed = packed_bytes(&spec, &context.devices, present.placement.as_ref());
-        let is_available = available_memory().is_none_or(|available| packed + RESERVE <= available);
-        has_room = is_available && context.max_weight_bytes.is_none_or(|most| 2 * packed <= most);
-    }
-    let source =
-        CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() };
-    Ok(ReloadPlan { source, has_room })
+    Ok(CheckpointSource { folder: folder.to_owned(), fingerprint: found.fingerprint, ..present.clone() })
 }
 
-/// Host memory that the packed weights of all ranks on CPUs take, in bytes.
-fn packed_bytes(spec: &ModelSpec, devices: &[DeviceKind], placement: Option<&ExpertPlacement>) -> u64 {
-    let share = |rank| ExpertShare::of_rank(Rank(rank), devices.len(), placement.cloned()).bytes(spec);
+/// Host memory that the packed weights of all ranks on CPUs take, in bytes. The first `sources` ranks get rows.
+fn packed_bytes(
+    spec: &ModelSpec,
+    devices: &[DeviceKind],
+    sources: usize,
+    placement: Option<&ExpertPlacement>,
+) -> u64 {
+    let share = |rank| {
+        let share = ExpertShare::of_rank(Rank(rank), devices.len(), placement.cloned());
+        share.with_sources(sources).bytes(spec)
+    };
     let on_cpus = (0..).zip(devices).filter(|(_, device)| **device == DeviceKind::Cpu);
     let bytes: u64 = on_cpus.map(|(rank, _)| share(rank)).sum();
     // Packed matrices are padded.
     bytes + bytes / 16
 }
 
-/// Available memory and the memory that the weights of all ranks on CPUs need, in MiB, if less is available than they need.
+/// Available memory and the memory that the weights of all ranks on CPUs and `exchange` bytes beside them need, in MiB, if less is
+/// available than they need. The first `sources` ranks get rows.
 pub(super) fn lack_of_memory(
     spec: &ModelSpec,
     devices: &[DeviceKind],
+    sources: usize,
     placement: Option<&ExpertPlacement>,
+    exchange: u64,
 ) -> Option<(u64, u64)> {
-    let needed = packed_bytes(spec, devices, placement) + RESERVE;
+    let needed = packed_bytes(spec, devices, sources, placement) + exchange + RESERVE;
     let available = available_memory().filter(|available| *available < needed)?;
     Some((available >> 20, needed >> 20))
 }
@@ -125,7 +205,7 @@ mod tests {
 
     use expertd_model::Checkpoint;
     use expertd_model::synth::SynthConfig;
-    use expertd_types::{LayerId, LayerRange};
+    use expertd_types::{LayerId, LayerPlacement, LayerRange};
     use serde_json::json;
 
     use super::*;
@@ -151,11 +231,74 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         expertd_model::synth::write(&SynthConfig::new("olmoe"), folder.path()).unwrap();
         let mut spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
-        assert_eq!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], None), None);
+        assert_eq!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], 2, None, 0), None);
+        let exchange = available_memory().unwrap();
+        assert!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], 2, None, exchange).is_some());
         let large = available_memory().unwrap() / spec.layers[0].as_ref().unwrap().experts.count as u64;
         spec.layers[0].as_mut().unwrap().experts.bytes = large;
-        let (available, needed) = lack_of_memory(&spec, &[DeviceKind::Cpu; 2], None).unwrap();
+        let (available, needed) = lack_of_memory(&spec, &[DeviceKind::Cpu; 2], 2, None, 0).unwrap();
         assert!(available < needed, "{available} {needed}");
+    }
+
+    /// A context of `ranks` CPU ranks whose weights serve by `serving`.
+    fn context(spec: &ModelSpec, ranks: usize, serving: Option<ExpertPlacement>) -> ReloadContext {
+        let fingerprint = WeightFingerprint { coverage: Coverage::Sampled, digest: [0; 16] };
+        ReloadContext {
+            checkpoint: CheckpointSource {
+                folder: "/nowhere".into(),
+                layers: spec.held,
+                fingerprint,
+                placement: None,
+            },
+            serving_placement: serving,
+            spec: serde_json::to_value(spec).unwrap(),
+            devices: vec![DeviceKind::Cpu; ranks],
+            max_weight_bytes: None,
+        }
+    }
+
+    #[test]
+    fn a_placement_that_host_memory_cannot_hold_alone_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        expertd_model::synth::write(&SynthConfig::new("mixtral"), folder.path()).unwrap();
+        let spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
+        let rules = ReloadRules { sources: 2, division: None, skip_memory_check: false };
+        let all: Vec<u32> = (0..8).collect();
+        let copies = spec.moe_layers().map(|(layer, _)| (layer, LayerPlacement::new(vec![all.clone(); 2])));
+        let copies = ExpertPlacement::new(2, copies);
+        let context = context(&spec, 2, None);
+        let even = packed_bytes(&spec, &context.devices, 2, None);
+        assert_eq!(packed_bytes(&spec, &context.devices, 2, Some(&copies)), 2 * even);
+        let has_room = |placement, available| rules.has_room(&spec, &context, placement, Some(available));
+        // Twice as much needs what the present ones take, and as much again.
+        let (enough, beside) = (even + RESERVE, 2 * even + RESERVE);
+        assert_eq!(has_room(Some(&copies), beside), Ok(true));
+        assert_eq!(has_room(Some(&copies), enough), Ok(false), "the present ones are dropped first");
+        let refused = has_room(Some(&copies), enough - 1).unwrap_err();
+        assert!(refused.contains("fewer copies") && refused.contains("are available"), "{refused}");
+        assert_eq!(has_room(None, 0), Ok(false), "what fitted before fits again");
+        let unchecked = ReloadRules { skip_memory_check: true, ..rules };
+        assert_eq!(unchecked.has_room(&spec, &context, Some(&copies), Some(0)), Ok(false));
+        let limited = ReloadContext { max_weight_bytes: Some(3 * even - 1), ..context.clone() };
+        assert_eq!(rules.has_room(&spec, &limited, Some(&copies), Some(beside)), Ok(false));
+        let limited = ReloadContext { max_weight_bytes: Some(3 * even), ..limited };
+        assert_eq!(rules.has_room(&spec, &limited, Some(&copies), Some(beside)), Ok(true));
+    }
+
+    #[test]
+    fn a_placement_is_checked_before_the_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        expertd_model::synth::write(&SynthConfig::new("mixtral"), folder.path()).unwrap();
+        let spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
+        let division = Division {
+            device: DeviceKind::Cpu,
+            products: expertd_types::Fp8Products::NONE,
+            budget: Some(1),
+            workers: 1,
+        };
+        let rules = ReloadRules { sources: 1, division: Some(division), skip_memory_check: true };
+        let refused = rules.plan(&context(&spec, 2, None), None).unwrap_err();
+        assert!(refused.starts_with("--gpu-memory is 1 B"), "{refused}");
     }
 
     #[test]

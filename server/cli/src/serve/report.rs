@@ -174,18 +174,26 @@ pub fn plan(plan: &ServePlan) -> String {
 fn tiers(plan: &ServePlan) -> String {
     let ServePlan { spec, cluster, .. } = plan;
     let ranks = cluster.shape.ranks as usize;
-    let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
+    let sources = cluster.shape.sources as usize;
+    let placement = cluster.checkpoint.placement.clone();
+    let share = ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources);
     let (mut all, mut resident, mut whole, mut layers) = (0, 0, 0, 0);
     for (layer, moe) in spec.moe_layers() {
         let of_source = share.layer(layer, moe).experts_of(Rank(0)).len();
         (all, resident, layers) = (all + moe.experts.count, resident + of_source, layers + 1);
         whole += usize::from(of_source == moe.experts.count);
     }
-    let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
-    let on_cpus: u64 = bytes_of_ranks(spec, ranks, held).iter().skip(cluster.shape.sources as usize).sum();
+    let held = |layer, moe: &MoeLayer, rank| share.held(layer, moe, rank);
+    let on_cpus: u64 = bytes_of_ranks(spec, ranks, sources, held).iter().skip(sources).sum();
+    let workers = ranks - sources;
+    if resident == all {
+        return format!(
+            "all {all} experts on rank 0, so the other {workers} ranks never compute: leave them out (--device {})",
+            cluster.device()
+        );
+    }
     format!(
-        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {} CPU ranks, in {} of host memory",
-        ranks - cluster.shape.sources as usize,
+        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory",
         bytes(on_cpus),
     )
 }
@@ -216,9 +224,17 @@ pub(super) fn usage(address: &Address, metrics: SocketAddr, access: &AccessConfi
 
 /// How ranks hold the experts and what rows they multiply; `None` if CPU ranks have only experts that always take rows in f32.
 pub fn weights(plan: &ServePlan) -> Option<String> {
+    let on_cpus = cpu_weights(plan);
     if plan.cluster.device() == DeviceKind::Cuda {
-        return Some(gpu_weights(plan));
+        let on_gpus = gpu_weights(plan);
+        let on_cpus = on_cpus.filter(|_| plan.cluster.shape.is_mixed());
+        return Some(on_cpus.map_or(on_gpus.clone(), |text| format!("{on_gpus}; on CPUs {text}")));
     }
+    on_cpus
+}
+
+/// What rows CPU ranks multiply; `None` if always rows in f32.
+fn cpu_weights(plan: &ServePlan) -> Option<String> {
     let Fp8Products { of_fp8, of_mxfp4 } = plan.cluster.fp8_products;
     let formats =
         [("FP8", "fp8", of_fp8, Fp8Products::OF_FP8), ("MXFP4", "mxfp4", of_mxfp4, Fp8Products::OF_MXFP4)];
@@ -257,13 +273,13 @@ fn gpu_weights(plan: &ServePlan) -> String {
     format!("on GPUs in {}; {} on the fullest one", formats.join(", and in "), bytes(largest))
 }
 
-/// `[ranks]`: bytes of weights in the memory of each GPU.
+/// `[GPU ranks]`: bytes of weights of each rank in the memory of its GPU.
 pub(crate) fn gpu_bytes(plan: &ServePlan) -> Vec<u64> {
     let ServePlan { spec, cluster, .. } = plan;
     let ranks = cluster.shape.ranks as usize;
     let share = ExpertShare::of_rank(Rank(0), ranks, cluster.checkpoint.placement.clone());
-    let held = |layer, moe: &MoeLayer, rank| share.layer(layer, moe).experts_of(rank).len();
-    gpu_bytes_of_ranks(spec, cluster.fp8_products, ranks, held)
+    let held = |layer, moe: &MoeLayer, rank| share.held(layer, moe, rank);
+    gpu_bytes_of_ranks(spec, cluster.fp8_products, cluster.gpus.len(), held)
 }
 
 /// Shows the progress of loading until the service serves or has failed: a bar on a terminal, otherwise log lines.
@@ -295,5 +311,54 @@ pub fn follow_loading(service: &Service) {
             return;
         }
         std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use expertd_model::synth::{self, SynthConfig, SynthFormat};
+
+    use super::*;
+    use crate::serve::settings::{Given, ServeArgs};
+
+    /// The plan of a mixed group of one source and two further ranks.
+    fn mixed(format: SynthFormat, gpu_memory: &str) -> ServePlan {
+        let folder = tempfile::tempdir().unwrap();
+        let config =
+            SynthConfig { layers: 2, hidden: 128, width: 128, format, ..SynthConfig::new("qwen3_moe") };
+        synth::write(&config, folder.path()).unwrap();
+        let args = ServeArgs {
+            model: Some(folder.path().to_owned()),
+            device: Some("cpu,cpu".parse().unwrap()),
+            ranks: Some("1,2".parse().unwrap()),
+            gpu_memory: Some(gpu_memory.parse().unwrap()),
+            ..ServeArgs::default()
+        };
+        ServePlan::new(Given::merge(&args, None).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn ranks_that_never_compute_are_named() {
+        let all = tiers(&mixed(SynthFormat::Bf16, "1G"));
+        assert!(all.contains("all 16 experts") && all.contains("leave them out (--device cpu)"), "{all}");
+        let some = tiers(&mixed(SynthFormat::Bf16, "800K"));
+        assert!(some.contains("of 16 experts on rank 0 (0 of 2 layers whole)"), "{some}");
+    }
+
+    #[test]
+    fn the_weights_of_gpus_are_those_of_gpu_ranks() {
+        let mut plan = mixed(SynthFormat::Fp8, "400K");
+        assert_eq!(gpu_bytes(&plan), [0; 0]);
+        plan.cluster.devices[0] = DeviceKind::Cuda;
+        plan.cluster.gpus = vec![0];
+        assert_eq!(gpu_bytes(&plan).len(), 1);
+        let text = weights(&plan).unwrap();
+        assert!(
+            text.contains("on GPUs in") && text.contains("; on CPUs FP8 experts multiply rows in f32"),
+            "{text}"
+        );
+        plan.cluster.fp8_products = Fp8Products::OF_FP8;
+        assert!(weights(&plan).unwrap().contains("; on CPUs FP8 experts multiply rows in FP8"));
     }
 }

@@ -11,8 +11,7 @@ use expertd_core::backend::{Backend, ServiceState};
 use expertd_core::listen::Address;
 use expertd_core::steps::{Service, ServiceEnd};
 use expertd_grpc::{
-    Access, AccessConfig, ConnectionTimeouts, MetricsPort, ModelDescription, Server, ServerConfig,
-    ServerError,
+    Access, AccessConfig, ConnectionTimeouts, MetricsPort, Server, ServerConfig, ServerError, encoded_model,
 };
 use expertd_sessions::{NetworkConfig, SessionConfig, SessionServer};
 use expertd_shm::wait::spin_between_steps;
@@ -142,8 +141,7 @@ impl Running {
         let session_server = match sessions {
             Some(config) => {
                 let address = config.listen.clone().map(|path| Address::Unix(path).to_string());
-                let description = ModelDescription::default();
-                let describe = Box::new(move |model: &_| description.encoded(model));
+                let describe = Box::new(|model: &Arc<_>| encoded_model(model));
                 let bound = SessionServer::bind(config, Arc::clone(&service), describe);
                 let failed = |source| ServerError::Bind { setting: "session-listen", source };
                 Some((address, bound.map_err(failed)?))

@@ -7,7 +7,7 @@ use expertd_model::synth::{self, SynthConfig};
 
 use super::*;
 
-#[derive(Parser)]
+#[derive(Debug, Parser)]
 struct Cli {
     #[command(flatten)]
     size: SizeArgs,
@@ -124,6 +124,41 @@ fn fewer_layers_need_less() {
     let total = |sizes: &MemoryNeeds| sizes.weights.iter().sum::<u64>();
     assert!((3 * total(&share)).abs_diff(total(&all)) < 100, "{share:?} {all:?}");
     assert_eq!(all.windows, share.windows);
+}
+
+#[test]
+fn cpu_ranks_of_a_mixed_group_need_no_gates_and_shared_experts() {
+    let dir = tempfile::tempdir().unwrap();
+    synth::write(&SynthConfig { layers: 2, ..SynthConfig::new("qwen2_moe") }, dir.path()).unwrap();
+    let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
+    let weights = |more: &[&str]| {
+        let line = [&["size", "x", "--device", "cpu,cpu", "--ranks", "1,2"], more].concat();
+        MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights
+    };
+    let of_expert: u64 = checkpoint.spec().moe_layers().map(|(_, moe)| moe.experts.bytes).sum();
+    let count = checkpoint.spec().max_experts() as u64;
+    let found = weights(&[]);
+    let experts = |rank: u64| (count / 3 + u64::from(rank < count % 3)) * of_expert;
+    let padded = |bytes: u64| bytes / 10 * PADDING_TENTHS;
+    assert_eq!(found[1..], [padded(experts(1)), padded(experts(2))]);
+    assert!(found[0] > padded(experts(0)), "the source has both");
+    // Copies beside the first owner are not held.
+    let file = dir.path().join("placement.json");
+    std::fs::write(
+        &file,
+        r#"{"ranks": 3, "layers": [{"layer": 0, "experts": [[0,1,2,3,4,5,6,7], [0,1,2], [3]]}]}"#,
+    )
+    .unwrap();
+    let copies = weights(&["--placement", file.to_str().unwrap()]);
+    assert_eq!(copies[1..], [1, 2].map(|rank| padded(experts(rank) / 2)));
+}
+
+#[test]
+fn spare_experts_and_the_memory_of_a_gpu_exclude_each_other() {
+    let both =
+        ["size", "x", "--device", "cuda,cpu", "--ranks", "1,1", "--gpu-memory", "1G", "--spare-experts", "1"];
+    let refused = Cli::try_parse_from(both).unwrap_err().to_string();
+    assert!(refused.contains("--gpu-memory") && refused.contains("--spare-experts"), "{refused}");
 }
 
 #[test]

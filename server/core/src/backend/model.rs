@@ -34,8 +34,19 @@ pub struct ModelInfo {
     pub weight_formats: Vec<String>,
     /// Limits on requests.
     pub limits: Limits,
+    /// Number of ranks that get rows, which are the first ones; fewer than all in a mixed group.
+    pub sources: usize,
     /// Experts of each rank.
     pub placement: Vec<RankPlacement>,
+}
+
+impl ModelInfo {
+    /// Number of a layer's experts that the source rank of a mixed group owns; `None` in other groups.
+    pub fn source_experts(&self, layer: LayerId) -> Option<usize> {
+        let source = self.placement.first().filter(|_| self.sources < self.placement.len())?;
+        let ranges = source.experts.iter().filter(|(of, _, _)| *of == layer);
+        Some(ranges.map(|&(_, _, count)| count as usize).sum())
+    }
 }
 
 /// Description of one MoE layer.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_scheduler::ClientKey;
-use expertd_types::{ChunkedBytes, DType, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{DType, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,9 +62,9 @@ pub struct Request {
     pub tokens: usize,
     /// Element type of the rows, little-endian.
     pub dtype: DType,
-    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes, in the chunks in which they arrived.
-    /// Unaligned. Empty for a request of a session, whose rows lie in the session's memory.
-    pub rows: ChunkedBytes,
+    /// Row-major `[tokens, hidden]`, exactly `tokens * hidden * dtype.size()` bytes. Unaligned. Empty for a request of a
+    /// session, whose rows lie in the session's memory.
+    pub rows: Bytes,
     /// `None`: the layer's gate routes the rows.
     pub routing: Option<GivenRouting>,
     /// Row-major int32 little-endian `[tokens]`; present where the layer routes by token id. Unaligned.
@@ -75,8 +75,6 @@ pub struct Request {
     pub expected_version: Option<WeightVersion>,
     /// Whether the receipt carries ids and weights.
     pub return_routing: bool,
-    /// Whether the receipt carries phase timings.
-    pub return_timings: bool,
     /// Time after which the answer is of no use to the caller.
     pub deadline: Option<Instant>,
 }
@@ -103,7 +101,7 @@ pub struct Receipt {
     pub weight_fingerprint: WeightFingerprint,
     /// This request's tokens on each rank, summed over its steps.
     pub tokens_per_rank: Vec<u32>,
-    /// One entry per step if `return_timings`, else empty.
+    /// One entry per step.
     pub timings: Vec<StepTiming>,
     /// Row-major int32 little-endian `[tokens, k]` if `return_routing`, else empty.
     pub topk_ids: Bytes,

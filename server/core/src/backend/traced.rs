@@ -7,10 +7,8 @@ use opentelemetry::{Array, KeyValue, Value};
 use super::request::{Receipt, Request, StepTiming};
 
 impl Request {
-    /// Describes the request in its span, and asks for the timings of its steps.
-    pub fn describe_in(&mut self, trace: &RequestTrace) {
-        trace.note_timings(self.return_timings);
-        self.return_timings = true;
+    /// Describes the request in its span.
+    pub fn describe_in(&self, trace: &RequestTrace) {
         trace.describe([
             KeyValue::new("expertd.request", number(self.id.0)),
             KeyValue::new("expertd.layer", i64::from(self.layer.0)),
@@ -38,14 +36,6 @@ impl Receipt {
         }
         for timing in &self.timings {
             trace.child("step", timing.formed, timing.done, step_attributes(timing));
-        }
-    }
-
-    /// [Describes](Self::describe_in) the receipt, and removes the timings that only the span needed.
-    pub fn move_timings_to(&mut self, trace: &RequestTrace) {
-        self.describe_in(trace);
-        if trace.has_own_timings() {
-            self.timings.clear();
         }
     }
 }

@@ -39,7 +39,7 @@ pub struct ClusterConfig {
     pub usable_cores: usize,
     /// Time that ranks and the router spin before they sleep; see [`SPIN_TIME`](expertd_shm::wait::SPIN_TIME).
     pub spin: Duration,
-    /// Longest wait of a rank for its peers within a step; in a mixed group CPU ranks wait for `step_timeout`.
+    /// Longest wait of a rank for its peers within a step; in a mixed group ranks wait for each other for `step_timeout`.
     pub peer_timeout: Duration,
     /// A rank without a heartbeat for this long is a fault.
     pub liveness_timeout: Duration,
@@ -79,6 +79,28 @@ impl ClusterConfig {
     pub fn threads(&self, rank: Rank) -> usize {
         let all: usize = self.cores.iter().map(Vec::len).sum();
         part(self.cores[rank.index()].len(), all, self.usable_cores)
+    }
+
+    /// Cores of a rank's loader: the rank's own, on whose NUMA node a CPU rank's weights must lie. A GPU rank of a mixed group has one or
+    /// two cores, and most of the weights: its loader may use all cores.
+    pub fn loader_cores(&self, rank: Rank) -> Vec<usize> {
+        if !self.shares_all_cores(rank) {
+            return self.cores[rank.index()].clone();
+        }
+        let mut all = self.cores.concat();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// Threads of a rank's loader: those of the rank, or where that has few cores an even part of all.
+    pub fn loader_threads(&self, rank: Rank) -> usize {
+        let even = self.usable_cores.div_ceil(self.cores.len().max(1));
+        if self.shares_all_cores(rank) { even.max(self.threads(rank)) } else { self.threads(rank) }
+    }
+
+    fn shares_all_cores(&self, rank: Rank) -> bool {
+        self.shape.is_mixed() && self.devices[rank.index()] == DeviceKind::Cuda
     }
 }
 

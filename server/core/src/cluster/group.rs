@@ -372,10 +372,7 @@ fn rank_setup(
         cores: config.cores[rank.index()].clone(),
         threads: config.threads(rank),
         spin: config.spin,
-        peer_timeout: match config.shape.is_mixed() && rank.0 >= config.shape.sources {
-            true => config.step_timeout,
-            false => config.peer_timeout,
-        },
+        peer_timeout: config.peer_timeout,
         step_timeout: config.step_timeout,
         heartbeat: config.heartbeat(),
     }

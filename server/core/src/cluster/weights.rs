@@ -166,12 +166,13 @@ impl Loading {
             let setup = LoaderSetup {
                 rank,
                 ranks: config.shape.ranks,
+                sources: config.shape.sources,
                 device: config.devices[rank.index()],
                 gpus: config.gpus.clone(),
                 checkpoint: self.source.clone(),
                 fp8_products: config.fp8_products,
-                cores: config.cores[rank.index()].clone(),
-                threads: config.threads(rank),
+                cores: config.loader_cores(rank),
+                threads: config.loader_threads(rank),
                 heartbeat: config.heartbeat(),
                 in_background: self.in_background,
             };

@@ -111,8 +111,8 @@ impl Active {
         }
     }
 
-    /// Takes the answer, so that the rows of a step can be appended to it. Steps complete in order, and a step's ranges are in
-    /// the order of the request's rows.
+    /// Takes the answer, so that the rows of a step can be appended to it. A request's steps complete in order, and a step's ranges
+    /// are in the order of the request's rows.
     pub(super) fn take_output(&mut self) -> Output {
         std::mem::take(&mut self.output)
     }
@@ -123,9 +123,7 @@ impl Active {
     }
 
     pub(super) fn add_timing(&mut self, timing: StepTiming) {
-        if self.request.return_timings {
-            self.timings.push(timing);
-        }
+        self.timings.push(timing);
     }
 
     /// Drops the partial answer.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use expertd_ipc::control::{DeviceKind, MemoryKind};
 use expertd_ipc::{Raise, RowSource};
-use expertd_types::{ChunkedBytes, MemoryId};
+use expertd_types::MemoryId;
 use tokio::sync::oneshot;
 
 use crate::backend::{Answer, Attachment, CallError, ModelInfo, Receipt, Request, ServiceState, StepError};
@@ -58,7 +58,7 @@ pub trait Caller: Send + fmt::Debug {
 /// A caller whose rows lie in the router's memory and whose answer is sent over a channel.
 #[derive(Debug)]
 pub(super) struct MessageCaller {
-    pub(super) rows: ChunkedBytes,
+    pub(super) rows: Bytes,
     pub(super) reply: oneshot::Sender<Result<Answer, StepError>>,
 }
 
@@ -68,7 +68,7 @@ impl Caller for MessageCaller {
     }
 
     fn rows(&self, range: Range<usize>) -> RowSource<'_> {
-        self.rows.view(range).into()
+        self.rows[range].into()
     }
 
     fn answer(self: Box<Self>, rows: Bytes, receipt: Receipt, _is_idle: bool) {

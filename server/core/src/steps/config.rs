@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_ipc::control::{CheckpointSource, DeviceKind};
 use expertd_scheduler::OnFault;
+use expertd_types::ExpertPlacement;
 
 /// How the service ended.
 pub use expertd_scheduler::End as ServiceEnd;
@@ -34,8 +36,23 @@ pub struct SchedulerConfig {
 /// Checks whether the checkpoint in a folder (`None`: that of the present one) can be loaded into the running service.
 /// Returns the reason if it cannot. Must not read its weights by itself: a file that is truncated meanwhile ends the
 /// process that reads it.
-#[derive(Clone, Copy)]
-pub struct ReloadPlanner(pub fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String>);
+#[derive(Clone)]
+pub struct ReloadPlanner(Arc<CheckReload>);
+
+type CheckReload = dyn Fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String> + Send + Sync;
+
+impl ReloadPlanner {
+    /// A planner that asks `check`.
+    pub fn new(
+        check: impl Fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String> + Send + Sync + 'static,
+    ) -> Self {
+        ReloadPlanner(Arc::new(check))
+    }
+
+    pub(super) fn plan(&self, context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
+        (self.0)(context, folder)
+    }
+}
 
 /// A checked reload.
 #[derive(Clone, Debug)]
@@ -57,6 +74,8 @@ impl fmt::Debug for ReloadPlanner {
 pub struct ReloadContext {
     /// The checkpoint that serves, with the placement that the reload is to have.
     pub checkpoint: CheckpointSource,
+    /// The placement that serves.
+    pub serving_placement: Option<ExpertPlacement>,
     /// Description of its model.
     pub spec: serde_json::Value,
     /// `[ranks]`: devices of the expert ranks.

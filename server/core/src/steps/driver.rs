@@ -41,6 +41,8 @@ struct Launched {
     formed: Instant,
     staged: Vec<(RequestKey, StagedRows)>,
     tokens_per_rank: Vec<usize>,
+    /// Number of ranks that run it: the first ones.
+    ranks: usize,
     /// Whether rank 0 raises the completion words of its calls.
     raises: bool,
 }

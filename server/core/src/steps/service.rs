@@ -48,6 +48,7 @@ impl Service {
         let seed = RandomState::new().hash_one(std::process::id());
         let reload = ReloadContext {
             checkpoint: cluster.checkpoint.clone(),
+            serving_placement: cluster.checkpoint.placement.clone(),
             spec: cluster.description.clone(),
             devices: cluster.devices.clone(),
             max_weight_bytes: cluster.max_weight_bytes,
@@ -260,12 +261,12 @@ impl Backend for Service {
     fn reload(&self, request: ReloadRequest) -> ReloadFuture {
         let shared = Arc::clone(&self.shared);
         Box::pin(async move {
-            let planner = shared.config.reload;
+            let planner = shared.config.reload.clone();
             let ReloadRequest { folder, placement } = request;
             let planned = async {
                 let (version, context) = shared.reload_context(placement)?;
                 let plan =
-                    tokio::task::spawn_blocking(move || (planner.0)(&context, folder.as_deref())).await;
+                    tokio::task::spawn_blocking(move || planner.plan(&context, folder.as_deref())).await;
                 let plan = plan.map_err(|error| format!("the check of the checkpoint failed: {error}"))?;
                 plan.map(|plan| (version, plan))
             };
@@ -314,6 +315,7 @@ pub(super) mod tests {
             layers: std::collections::BTreeMap::new(),
             weight_formats: Vec::new(),
             limits,
+            sources: 1,
             placement: Vec::new(),
         };
         let config = SchedulerConfig {
@@ -324,7 +326,7 @@ pub(super) mod tests {
             on_fault: OnFault::Retry,
             copy_threads: 1,
             expert_metrics: false,
-            reload: ReloadPlanner(|_, _| Err("not here".into())),
+            reload: ReloadPlanner::new(|_, _| Err("not here".into())),
         };
         let checkpoint = CheckpointSource {
             folder: std::path::PathBuf::new(),
@@ -334,7 +336,8 @@ pub(super) mod tests {
         };
         let spec = serde_json::Value::Null;
         let devices = vec![DeviceKind::Cpu];
-        let reload = ReloadContext { checkpoint, spec, devices, max_weight_bytes: None };
+        let reload =
+            ReloadContext { checkpoint, serving_placement: None, spec, devices, max_weight_bytes: None };
         Arc::new(Shared::new(model, config, reload, 1).unwrap())
     }
 

@@ -157,6 +157,7 @@ impl Shared {
         let layers = model.layers.iter().map(|(&layer, info)| LayerRows {
             layer,
             ranks: self.row_counts.layer(layer.index(), info.num_experts),
+            source_experts: model.source_experts(layer),
         });
         ExpertRows { layers: layers.collect() }
     }
@@ -230,8 +231,9 @@ impl Shared {
             let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts)).collect();
             placement.check(self.reload.devices.len(), &experts).map_err(|error| error.to_string())?;
         }
+        let serving_placement = serving.placement.clone();
         let checkpoint = CheckpointSource { placement, ..serving };
-        Ok((version, ReloadContext { checkpoint, ..self.reload.clone() }))
+        Ok((version, ReloadContext { checkpoint, serving_placement, ..self.reload.clone() }))
     }
 
     /// Notes that a step has begun or ended, and whether one is in flight now.

@@ -166,12 +166,11 @@ impl Access {
                 this.admin_tokens.iter().for_each(Watched::refresh);
             })
             .await;
-            self.record_expiry();
         }
     }
 
     /// Records when the certificate in force expires.
-    fn record_expiry(&self) {
+    pub(crate) fn record_expiry(&self) {
         if let Some(expires) = self.tls().and_then(|tls| tls.expires()) {
             gauge!(names::CERTIFICATE_EXPIRES_SECONDS).set(expires as f64);
         }

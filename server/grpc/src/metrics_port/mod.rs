@@ -213,6 +213,7 @@ fn answer(request: &Request<Incoming>, way: Way, shared: &Shared) -> Response<Fu
         "/metrics" => match refusal(headers, way, access) {
             None => {
                 shared.ranks.record(&shared.backend.status().ranks);
+                shared.access.record_expiry();
                 text(StatusCode::OK, shared.recorder.render())
             }
             Some(refused) => refused,

@@ -1,6 +1,10 @@
 //! Conversion of the backend's data to messages.
 
+use std::time::Duration;
+
+use bytes::Bytes;
 use expertd_proto::v1;
+use prost::Message as _;
 
 use expertd_core::backend::{
     Answer, Attachment, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState,
@@ -12,7 +16,7 @@ fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-fn nanos(duration: std::time::Duration) -> u64 {
+fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -20,21 +24,9 @@ pub(crate) fn response(answer: Answer) -> v1::ForwardResponse {
     v1::ForwardResponse { rows: answer.rows, receipt: Some(receipt(answer.receipt)) }
 }
 
-/// The answer to a request without tokens.
-pub(crate) fn empty_response(model: &ModelInfo) -> v1::ForwardResponse {
-    v1::ForwardResponse {
-        rows: bytes::Bytes::new(),
-        receipt: Some(v1::Receipt {
-            generation: model.generation.0,
-            weight_version: model.weight_version.0,
-            weight_fingerprint: model.weight_fingerprint.to_string(),
-            tokens_per_rank: vec![0; model.placement.len()],
-            ..v1::Receipt::default()
-        }),
-    }
-}
-
 fn receipt(receipt: Receipt) -> v1::Receipt {
+    // A request without tokens has no steps, and thus no times.
+    let of_steps = |time: Duration| time.try_into().ok().filter(|_| !receipt.steps.is_empty());
     v1::Receipt {
         steps: receipt.steps.iter().map(|step| step.0).collect(),
         generation: receipt.generation.0,
@@ -44,8 +36,8 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
         timings: receipt.timings.iter().map(|t| step_timing(t.step.0, t.tokens, &t.phases)).collect(),
         topk_ids: receipt.topk_ids,
         topk_weights: receipt.topk_weights,
-        queue_time: receipt.queue_time.try_into().ok(),
-        step_time: receipt.step_time.try_into().ok(),
+        queue_time: of_steps(receipt.queue_time),
+        step_time: of_steps(receipt.step_time),
     }
 }
 
@@ -124,6 +116,21 @@ pub(crate) fn model(model: &ModelInfo) -> v1::GetModelResponse {
         weight_formats: model.weight_formats.clone(),
         held_layers: Some(v1::LayerRange { first: model.held.first.0, last: model.held.last.0 }),
     }
+}
+
+/// The description of a model as an encoded `GetModelResponse`.
+#[must_use]
+pub fn encoded_model(info: &ModelInfo) -> Bytes {
+    model(info).encode_to_vec().into()
+}
+
+/// What [`encoded_model`] has at most, in bytes. With a placement of single experts it is hundreds of kilobytes.
+pub(crate) fn model_bytes(model: &ModelInfo) -> usize {
+    let of_layers = model.layers.values().map(|layer| 64 + layer.gate.len() + layer.gate_json.len());
+    let of_ranks = model.placement.iter().map(|rank| 32 + rank.device.len() + 24 * rank.experts.len());
+    let of_formats = model.weight_formats.iter().map(|format| 8 + format.len());
+    let others = 512 + model.name.len() + model.family.len();
+    others + of_layers.chain(of_ranks).chain(of_formats).sum::<usize>()
 }
 
 pub(crate) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusResponse {
@@ -209,6 +216,65 @@ pub(crate) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
     let layer = |layer: LayerRows| v1::LayerExpertRows {
         layer: layer.layer.0,
         ranks: layer.ranks.into_iter().map(|rows| v1::RankExpertRows { rows }).collect(),
+        source_experts: layer.source_experts.map(|experts| experts as u32),
     };
     v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use expertd_core::backend::{Limits, MoeLayerInfo, RankPlacement};
+    use expertd_types::{Coverage, Generation, LayerId, LayerRange, Rank, WeightFingerprint, WeightVersion};
+
+    use super::*;
+
+    #[test]
+    fn no_description_is_larger_than_its_bound() {
+        const MOST: usize = u32::MAX as usize;
+        let (id, text) = (LayerId(u32::MAX), || "x".repeat(300));
+        let layer = MoeLayerInfo {
+            num_experts: MOST,
+            top_k: MOST,
+            max_k: MOST,
+            expert_width: MOST,
+            shared_width: MOST,
+            gate: text(),
+            gate_json: text(),
+            routes_by_token_id: true,
+            vocabulary: 1,
+        };
+        let rank = RankPlacement {
+            rank: Rank(u32::MAX),
+            device: text(),
+            experts: vec![(id, u32::MAX, u32::MAX); 300],
+        };
+        for (layers, ranks) in [(0, 0), (1, 1), (90, 40)] {
+            let info = ModelInfo {
+                name: text(),
+                family: text(),
+                weight_version: WeightVersion(u64::MAX),
+                weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [255; 16] },
+                generation: Generation(u64::MAX),
+                hidden: MOST,
+                num_layers: MOST,
+                held: LayerRange { first: id, last: id },
+                layers: (0..layers).map(|at| (LayerId(u32::MAX - at), layer.clone())).collect(),
+                weight_formats: vec![text(); ranks],
+                limits: Limits {
+                    max_tokens_per_request: MOST,
+                    max_tokens_per_step: MOST,
+                    max_tokens_per_rank: MOST,
+                    max_message_bytes: usize::MAX,
+                    max_streams_per_connection: u32::MAX,
+                    max_requests_per_stream: u32::MAX,
+                    max_connections: u32::MAX,
+                    max_bytes_in_flight: usize::MAX,
+                },
+                sources: MOST,
+                placement: vec![rank.clone(); ranks],
+            };
+            let (bound, found) = (model_bytes(&info), encoded_model(&info).len());
+            assert!(found <= bound && bound < 2 * found + 512, "{found} bytes, bound {bound}");
+        }
+    }
 }

@@ -1,28 +1,21 @@
 //! What unary calls and streams have in common: a message becomes a request for the step loop, which is taken in and answered.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_core::backend::{Backend, ModelInfo, Pending, Request, StepError};
+use bytes::Bytes;
+use expertd_core::backend::{Answer, Backend, ModelInfo, Pending, Receipt, Request, StepError};
 use expertd_core::failure::Failure;
 use expertd_core::validate::{Asked, AskedRouting, AskedRows, Envelope, check_any, check_model};
 use expertd_proto::v1::forward_request::Payload;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, SharedExperts};
 use expertd_telemetry::{RequestMetrics, RequestTrace};
 use expertd_types::LayerId;
+use tokio::sync::oneshot;
 
 use super::convert;
 use crate::bytes::budget::{Ticket, guarded};
 
-/// An accepted request.
-pub(crate) enum Taken {
-    /// Its answer is pending.
-    Pending(Pending),
-    /// Its answer is already known.
-    Answered(Box<ForwardResponse>),
-}
-
-/// Validates a request and submits it. The rows keep the ticket until the scheduler drops them.
+/// Validates a request and submits it; one without tokens is answered at once. The rows keep the ticket until the scheduler drops them.
 pub(crate) fn take_in(
     backend: &dyn Backend,
     metrics: &RequestMetrics,
@@ -30,23 +23,43 @@ pub(crate) fn take_in(
     envelope: Envelope,
     ticket: Ticket,
     trace: Option<&RequestTrace>,
-) -> Result<Taken, Failure> {
+) -> Result<Pending, Failure> {
     let model = backend.model();
     let Some(mut request) = validate(&model, message, envelope)? else {
-        return Ok(Taken::Answered(Box::new(convert::empty_response(&model))));
+        let (sender, pending) = oneshot::channel();
+        let _ = sender.send(Ok(empty_answer(&model)));
+        return Ok(pending);
     };
     metrics.admitted(request.tokens);
     if let Some(trace) = trace {
         request.describe_in(trace);
     }
-    request.rows = request.rows.into_iter().map(|piece| guarded(piece, Arc::clone(&ticket))).collect();
+    request.rows = guarded(request.rows, ticket);
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
-    Ok(Taken::Pending(backend.submit(request)?))
+    Ok(backend.submit(request)?)
 }
 
-/// Waits for the answer of a request that was taken in.
+/// The answer to a request without tokens.
+fn empty_answer(model: &ModelInfo) -> Answer {
+    let receipt = Receipt {
+        steps: Vec::new(),
+        generation: model.generation,
+        weight_version: model.weight_version,
+        weight_fingerprint: model.weight_fingerprint,
+        tokens_per_rank: vec![0; model.sources],
+        timings: Vec::new(),
+        topk_ids: Bytes::new(),
+        topk_weights: Bytes::new(),
+        queue_time: Duration::ZERO,
+        step_time: Duration::ZERO,
+    };
+    Answer { rows: Bytes::new(), receipt }
+}
+
+/// Waits for the answer of a request that was taken in. Timings of steps are part of it if `return_timings`.
 pub(crate) async fn answer(
     pending: Pending,
+    return_timings: bool,
     trace: Option<&RequestTrace>,
 ) -> Result<ForwardResponse, Failure> {
     let mut answer = pending.await.map_err(|_| {
@@ -54,7 +67,10 @@ pub(crate) async fn answer(
         StepError::Unavailable { reason, retry_after: Duration::from_millis(500) }
     })??;
     if let Some(trace) = trace {
-        answer.receipt.move_timings_to(trace);
+        answer.receipt.describe_in(trace);
+    }
+    if !return_timings {
+        answer.receipt.timings.clear();
     }
     Ok(convert::response(answer))
 }
@@ -70,7 +86,7 @@ pub(crate) fn validate(
 }
 
 fn asked(message: ForwardRequest) -> Asked {
-    let rows = message.payload.map(|Payload::Inline(rows)| rows.into());
+    let rows = message.payload.map(|Payload::Inline(rows)| rows);
     Asked {
         layer: LayerId(message.layer),
         tokens: message.tokens as usize,
@@ -90,6 +106,5 @@ fn asked(message: ForwardRequest) -> Asked {
         expected_version: message.expected_weight_version,
         expected_fingerprint: message.expected_weight_fingerprint,
         return_routing: message.return_routing,
-        return_timings: message.return_timings,
     }
 }

@@ -2,8 +2,7 @@
 
 pub(crate) mod admin;
 pub(crate) mod call;
-mod convert;
-pub(crate) mod description;
+pub(crate) mod convert;
 pub(crate) mod forward;
 pub(crate) mod health;
 pub(crate) mod moe;

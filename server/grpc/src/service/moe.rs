@@ -15,7 +15,7 @@ use expertd_telemetry::RequestMetrics;
 
 use super::call::Call;
 use super::convert;
-use super::forward::{Taken, answer, take_in};
+use super::forward::{answer, take_in};
 use super::stream::{Answers, answers};
 use crate::status::status_of;
 
@@ -49,14 +49,11 @@ impl Moe for MoeService {
         };
         let envelope = call.envelope(call.deadline);
         let (message, trace) = (request.into_inner(), call.trace.as_deref());
-        let tokens = message.tokens;
-        let taken = take_in(&*self.backend, &self.metrics, message, envelope, Arc::clone(&ticket), trace)
+        let (tokens, return_timings) = (message.tokens, message.return_timings);
+        let pending = take_in(&*self.backend, &self.metrics, message, envelope, Arc::clone(&ticket), trace)
             .map_err(status_of)?;
         call.count_tokens(tokens);
-        let response = match taken {
-            Taken::Answered(response) => *response,
-            Taken::Pending(pending) => answer(pending, trace).await.map_err(status_of)?,
-        };
+        let response = answer(pending, return_timings, trace).await.map_err(status_of)?;
         call.charges.leave(ticket);
         Ok(Response::new(response))
     }

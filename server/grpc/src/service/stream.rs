@@ -21,7 +21,7 @@ use tokio::time::{Sleep, sleep_until};
 use tonic::{Code, Status, Streaming};
 
 use super::call::Call;
-use super::forward::{Taken, answer, take_in};
+use super::forward::{answer, take_in};
 use crate::bytes::budget::Ticket;
 use crate::status::{request_status, status_of};
 
@@ -106,7 +106,7 @@ impl Open {
         (self.inbound, self.end) = (None, Some(status));
     }
 
-    /// Takes in what the client has sent. Returns its answer if that is already known.
+    /// Takes in what the client has sent. Returns its answer if it is refused.
     fn receive(&mut self, message: Option<Result<ForwardStreamRequest, Status>>) -> Option<Answered> {
         match message {
             Some(Ok(_)) if self.call.pass.as_mut().is_some_and(|pass| !pass.is_valid()) => {
@@ -128,18 +128,17 @@ impl Open {
         }
     }
 
-    /// Accepts one request. Returns its answer if that is already known.
+    /// Accepts one request. Returns its answer if it is refused.
     fn take(&mut self, message: ForwardStreamRequest) -> Option<Answered> {
         let started = Instant::now();
         let id = message.id;
         let trace = self.call.parent.as_ref().and_then(|parent| parent.begin("ForwardStream", started));
         let ticket = self.call.charges.next_arrival();
-        let result = match &ticket {
-            Some(ticket) => self.submit(message, ticket, started, trace.clone()).map_err(status_of),
-            None => Err(Status::internal("the message was not charged")),
+        let failure = match &ticket {
+            Some(ticket) => self.submit(message, ticket, started, trace.clone()).err().map(status_of)?,
+            None => Status::internal("the message was not charged"),
         };
-        let result = result.transpose()?;
-        Some(Answered { id, result, ticket, started, trace })
+        Some(Answered { id, result: Err(failure), ticket, started, trace })
     }
 
     fn submit(
@@ -148,7 +147,7 @@ impl Open {
         ticket: &Ticket,
         started: Instant,
         trace: Option<Arc<RequestTrace>>,
-    ) -> Result<Option<ForwardResponse>, Failure> {
+    ) -> Result<(), Failure> {
         let id = message.id;
         if self.ids.contains(&id) {
             return Err(Failure::field("id", format!("a request with id {id} is in flight on this stream")));
@@ -159,17 +158,14 @@ impl Open {
         let own =
             (message.timeout_ms > 0).then(|| started + Duration::from_millis(message.timeout_ms.into()));
         let envelope = self.call.envelope(own.into_iter().chain(self.call.deadline).min());
-        let (backend, metrics, tokens) = (&*self.backend, &*self.metrics, request.tokens);
-        let taken = take_in(backend, metrics, request, envelope, Arc::clone(ticket), trace.as_deref())?;
+        let (backend, metrics) = (&*self.backend, &*self.metrics);
+        let (tokens, return_timings) = (request.tokens, request.return_timings);
+        let pending = take_in(backend, metrics, request, envelope, Arc::clone(ticket), trace.as_deref())?;
         self.call.count_tokens(tokens);
-        let pending = match taken {
-            Taken::Answered(response) => return Ok(Some(*response)),
-            Taken::Pending(pending) => pending,
-        };
         self.ids.insert(id);
         let ticket = Some(Arc::clone(ticket));
         self.in_flight.push(Box::pin(async move {
-            let answer = answer(pending, trace.as_deref());
+            let answer = answer(pending, return_timings, trace.as_deref());
             // The stream itself checks its own deadline, for all its requests.
             let result = match own {
                 Some(at) => tokio::time::timeout_at(at.into(), answer).await,
@@ -178,7 +174,7 @@ impl Open {
             let result = result.unwrap_or(Err(Failure::DeadlineExceeded)).map_err(status_of);
             Answered { id, result, ticket, started, trace }
         }));
-        Ok(None)
+        Ok(())
     }
 
     fn send(&self, answered: Answered) -> ForwardStreamResponse {

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use expertd_proto::transport::{KEEP_ALIVE_INTERVAL, KEEP_ALIVE_TIMEOUT, MAX_FRAME_BYTES};
 use hyper::server::conn::http2;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use metrics::{counter, gauge};
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::layers::{Admit, Authenticate, Client, Services};
+use super::calls::{Client, Services};
 use super::listener::{Listener, PlainSocket, Socket};
 use super::passed::{PassedDescriptors, Receiving};
 use super::places::{Origin, Place, Places, count_end};
@@ -146,15 +146,12 @@ impl Connections {
 
     async fn serve(&self, socket: Socket, peer: Peer, origin: Origin, place: &Place) {
         let activity = Activity::new();
-        let client = Arc::new(Client::new(&self.services, peer, &activity, &self.places, place));
+        let client = Client::new(&self.services, peer, &activity, self.timeouts, &self.places, place);
         let (key, close) = (client.key, client.close.clone());
-        let services = Arc::clone(&self.services);
-        let admit = Admit::new(services.routes.clone(), services, Arc::clone(&activity), self.timeouts);
-        let service = Authenticate::new(admit, client);
+        let service = service_fn(move |request| client.answer(request));
         let io = TokioIo::new(socket);
         let window = self.windows.take();
-        let serving =
-            builder(self.max_streams, &window).serve_connection(io, TowerToHyperService::new(service));
+        let serving = builder(self.max_streams, &window).serve_connection(io, service);
         let mut driving = std::pin::pin!(serving);
         let must_authenticate = self.services.must_authenticate(origin);
         // Spread over an eighth of the age, so that connections opened together do not reconnect together.

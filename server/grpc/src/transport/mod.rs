@@ -1,7 +1,7 @@
-//! Listeners, connections, and the layers in front of every call.
+//! Listeners, connections, and what happens to every call before its service.
 
+mod calls;
 mod connections;
-mod layers;
 mod listener;
 mod passed;
 pub(crate) mod places;

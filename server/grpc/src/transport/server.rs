@@ -7,21 +7,21 @@ use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use expertd_proto::v1::admin_server::AdminServer;
 use expertd_proto::v1::moe_server::MoeServer;
 use expertd_proto::v1::network_server::NetworkServer;
+use hyper_util::service::TowerToHyperService;
 use metrics::gauge;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use expertd_core::listen::{Address, BindError};
 
+use super::calls::{Public, Services};
 use super::connections::Connections;
-use super::layers::{Public, Services};
 use super::listener::Listener;
 use super::places::{ConnectionLimits, Places};
 use crate::access::Access;
 use crate::bytes::activity::ConnectionTimeouts;
 use crate::bytes::budget::Budget;
 use crate::service::admin::AdminService;
-use crate::service::description::ModelDescription;
 use crate::service::health;
 use crate::service::moe::MoeService;
 use crate::service::network::{NetworkService, NetworkSessions};
@@ -177,15 +177,12 @@ impl Server {
             .max_encoding_message_size(usize::MAX);
         let network = NetworkService { backend: Arc::clone(&self.backend), sessions: self.network };
         let services = Services {
-            routes: shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
+            routes: TowerToHyperService::new(
+                shared.clone().add_service(moe).add_service(NetworkServer::new(network)).prepare(),
+            ),
             access: Arc::clone(&access),
             budget: Arc::clone(&budget),
-            public: Some(Public {
-                backend: Arc::clone(&self.backend),
-                metrics,
-                description: ModelDescription::default(),
-                closing: shutdown.clone(),
-            }),
+            public: Some(Public { backend: Arc::clone(&self.backend), metrics, closing: shutdown.clone() }),
         };
         let public = Connections::new(
             services,
@@ -197,7 +194,7 @@ impl Server {
         );
         let admin = AdminService { backend: self.backend };
         let services = Services {
-            routes: shared.add_service(AdminServer::new(admin)).prepare(),
+            routes: TowerToHyperService::new(shared.add_service(AdminServer::new(admin)).prepare()),
             access: Arc::clone(&access),
             budget: Budget::new(ADMIN_BYTES, CONTROL_MESSAGE_BYTES),
             public: None,

@@ -4,13 +4,12 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use bytemuck::Zeroable;
-use bytes::Bytes;
 use rand::RngExt as _;
 
 use super::super::copier::Copier;
 use super::*;
 use expertd_shm::wait::WaitPolicy;
-use expertd_types::{ChunkedBytes, DType, Slot};
+use expertd_types::{DType, Slot};
 
 fn shape() -> GroupShape {
     GroupShape {
@@ -151,15 +150,11 @@ fn the_rows_of_several_ranks_are_staged_in_one_batch() {
     let mut ranks = [join(0), join(1)];
     let mut copier = Copier::new(3, Duration::from_micros(100));
     for sequence in 1..20_u64 {
-        // Two requests whose rows arrived in frames of odd length; both ranks share the first one.
+        // Two requests; both ranks share the first one.
         let sizes = [200, 7 + sequence as usize];
-        let requests = sizes.map(|tokens| Bytes::from(random(tokens * 2000)));
-        let framed = |bytes: &Bytes| -> ChunkedBytes {
-            (0..bytes.len()).step_by(4097).map(|at| bytes.slice(at..bytes.len().min(at + 4097))).collect()
-        };
-        let framed = requests.each_ref().map(framed);
+        let requests = sizes.map(|tokens| random(tokens * 2000));
         let rows = |request: usize, range: std::ops::Range<usize>| RowsToStage {
-            rows: framed[request].view(range.start * 2000..range.end * 2000).into(),
+            rows: requests[request][range.start * 2000..range.end * 2000].into(),
             ..plain_rows(&[], range.len(), DType::Bf16)
         };
         let slot = Slot((sequence % 2) as u32);

@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use self::pool::{CopyJob, CopyPool};
 use self::stores::StoreKind;
-use expertd_types::ChunkedSlice;
 
 /// Smaller batches, in bytes, are copied by the calling thread alone.
 const MIN_PARALLEL: usize = 256 << 10;
@@ -64,11 +63,10 @@ impl<'a> CopyBatch<'a> {
     /// # Safety
     /// Until the batch is copied or dropped, `to` is valid for writes of `from.len()` bytes. Nothing else reads or writes
     /// these bytes meanwhile, and they overlap no other source or destination of the batch.
-    pub unsafe fn push(&mut self, from: ChunkedSlice<'a>, mut to: *mut u8) {
-        for slice in from.iter() {
-            let (bytes, end) = (slice.len(), self.bytes() + slice.len());
-            self.ranges.push(CopyRange { from: slice.as_ptr(), to, bytes, end });
-            to = to.wrapping_add(bytes);
+    pub unsafe fn push(&mut self, from: &'a [u8], to: *mut u8) {
+        if !from.is_empty() {
+            let (bytes, end) = (from.len(), self.bytes() + from.len());
+            self.ranges.push(CopyRange { from: from.as_ptr(), to, bytes, end });
         }
     }
 
@@ -122,7 +120,7 @@ impl Copier {
             // SAFETY: each vector has capacity for all its slices behind its contents (reserved above), where they follow
             // each other. The vectors are mutably borrowed until the batch is copied, so nothing else uses them and no
             // slice lies in them.
-            unsafe { batch.push(slice.into(), ends[index]) };
+            unsafe { batch.push(slice, ends[index]) };
             ends[index] = ends[index].wrapping_add(slice.len());
         }
         self.copy(batch, StoreKind::Plain);

@@ -36,6 +36,15 @@ fn any_rows(experts: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = V
     proptest::collection::vec(count, experts)
 }
 
+/// Copies would only take memory.
+#[test]
+fn a_mixed_group_has_each_expert_once() {
+    // Five experts on two ranks leave a place.
+    let placed = balance_mixed(&[9, 20, 20, 20, 0, 31], 1, 2);
+    assert_eq!((placed.copies(), placed.experts_of(Rank(0))), (6, &[5][..]));
+    assert_eq!(placed.check(LayerId(0), 6), Ok(()));
+}
+
 proptest! {
     #[test]
     fn any_rows_give_a_valid_placement_that_is_not_worse(

@@ -4,7 +4,19 @@ use expertd_compute::experts::Assignments;
 
 use crate::exchange::ReceivedRows;
 use crate::weights::{NOT_HERE, RankLayer};
-use expertd_types::{ExpertId, Rank};
+use expertd_types::{ExpertId, ExpertOwners, Rank};
+
+/// Whether `rank` of a mixed group computes the rows of an expert: it is the first one of its owners.
+fn computes(owners: &ExpertOwners, rank: Rank, id: i32) -> bool {
+    let id = u32::try_from(id).ok().map(ExpertId);
+    id.and_then(|id| owners.of(id)).is_some_and(|owners| owners.first() == Some(&rank))
+}
+
+/// The id that the source of a mixed group, `source`, sends to CPU ranks for a choice: -1 if it computes the expert itself, or the
+/// weight is zero, as the kernel of a source on a GPU does.
+pub(super) fn sent_id(owners: &ExpertOwners, source: Rank, id: i32, weight: f32) -> i32 {
+    if computes(owners, source, id) || weight == 0.0 { -1 } else { id }
+}
 
 /// Received rows in the order of their experts; see [`Assignments`].
 #[derive(Default)]
@@ -44,12 +56,8 @@ impl GroupedRows {
         weights: &[f32],
         k: usize,
     ) {
-        let is_first = |id: i32| {
-            let id = u32::try_from(id).ok().map(ExpertId);
-            id.and_then(|id| layer.owners.of(id)).is_some_and(|owners| owners.first() == Some(&rank))
-        };
         let choices = ids.iter().zip(weights).enumerate();
-        let choices = choices.filter(|(_, (id, _))| is_first(**id));
+        let choices = choices.filter(|(_, (id, _))| computes(&layer.owners, rank, **id));
         self.sort(layer, choices.map(|(i, (&id, &weight))| ((i / k) as u32, id, weight)));
     }
 
@@ -91,5 +99,25 @@ impl GroupedRows {
 
     pub(super) fn assignments(&self) -> Assignments<'_> {
         Assignments { offsets: &self.offsets, rows: &self.rows, weights: &self.weights }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_sends_the_choices_that_other_ranks_compute() {
+        let owners = [vec![Rank(0)], vec![Rank(1)], vec![Rank(0), Rank(2)], vec![Rank(1), Rank(2)]];
+        let owners = ExpertOwners::new(owners);
+        let sent = |id, weight| sent_id(&owners, Rank(0), id, weight);
+        assert_eq!([0, 1, 2, 3].map(|id| sent(id, 0.5)), [-1, 1, -1, 3]);
+        assert_eq!([0, 1, 2, 3].map(|id| sent(id, 0.0)), [-1; 4]);
+        assert_eq!((sent(-1, 0.5), sent(3, f32::NAN)), (-1, 3));
+        // Each choice that is sent has one rank that computes it.
+        for id in 0..4 {
+            let ranks = (0..3).filter(|&rank| computes(&owners, Rank(rank), id));
+            assert_eq!(ranks.count(), 1, "expert {id}");
+        }
     }
 }

@@ -55,6 +55,9 @@ impl<'a> StepRows<'a> {
     }
 
     /// Routes the rows that came without routing.
+    ///
+    /// # Errors
+    /// If this rank has no gate, or that cannot route them.
     pub(super) fn route(
         &self,
         layer: &mut RankLayer,
@@ -66,17 +69,16 @@ impl<'a> StepRows<'a> {
     ) -> Result<(), StepFault> {
         for range in self.runs(|segment| segment.gated) {
             let routed = range.start * k..range.end * k;
-            layer
-                .gate
-                .route_with(
-                    &rows[self.elements(&range)],
-                    Some(&staging.token_ids[range]),
-                    &mut staging.ids[routed.clone()],
-                    &mut staging.weights[routed],
-                    scratch,
-                    Some(pool),
-                )
-                .map_err(StepFault::engine)?;
+            let gate = layer.gate.as_mut().ok_or_else(|| StepFault::engine("this rank has no gates"))?;
+            gate.route_with(
+                &rows[self.elements(&range)],
+                Some(&staging.token_ids[range]),
+                &mut staging.ids[routed.clone()],
+                &mut staging.weights[routed],
+                scratch,
+                Some(pool),
+            )
+            .map_err(StepFault::engine)?;
         }
         Ok(())
     }

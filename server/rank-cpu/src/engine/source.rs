@@ -16,7 +16,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use super::grouped::GroupedRows;
+use super::grouped::{GroupedRows, sent_id};
 use super::phases::StepRows;
 use super::{Parts, StepBuffers, attach_to, count_rows, workspace};
 use crate::weights::RankLayer;
@@ -96,8 +96,11 @@ impl StepEngine for SourceEngine {
 
         if !layer.is_whole {
             let stride = self.wire.shape().stride();
+            self.wire.begin(slot);
             let outgoing = self.wire.outgoing(slot, tokens, k).map_err(StepFault::engine)?;
-            outgoing.ids.copy_from_slice(staging.ids);
+            let choices = staging.ids.iter().zip(&*staging.weights);
+            let sent = choices.map(|(&id, &weight)| sent_id(&layer.owners, self.rank, id, weight));
+            outgoing.ids.iter_mut().zip(sent).for_each(|(place, id)| *place = id);
             outgoing.weights.copy_from_slice(staging.weights);
             let places = bytemuck::cast_slice_mut::<u16, bf16>(outgoing.rows).par_chunks_exact_mut(stride);
             self.pool.install(|| {

@@ -9,10 +9,12 @@ use expertd_compute::linalg::AlignedBuffer;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::{PhaseClock, StepEngine, StepFault, StepReport};
+use expertd_shm::faults;
 use expertd_tier::{TierShape, WireError, WorkerWire};
 use expertd_types::{Phase, Rank, Sequence, Slot};
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
+use rustix::process::Signal;
 
 use super::grouped::GroupedRows;
 use super::{Parts, count_rows, workspace};
@@ -54,10 +56,20 @@ impl WorkerEngine {
             rank: setup.rank,
             row_counts,
             spin: setup.spin,
-            limit: setup.peer_timeout,
+            limit: setup.step_timeout,
             wire,
             pool,
         })
+    }
+}
+
+/// The faults of tests in the middle of a step: the rank takes long but gives signs of life, or its process stops.
+fn inject_faults() {
+    if faults::happens("worker-slow") {
+        std::thread::sleep(Duration::from_secs(3));
+    }
+    if faults::happens("worker-stop") {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
     }
 }
 
@@ -73,6 +85,7 @@ impl StepEngine for WorkerEngine {
         let (slot, sequence) = (Slot(step.slot), Sequence(step.sequence));
         let layer = self.layers.get(step.layer as usize).and_then(Option::as_ref);
         let layer = layer.ok_or(StepFault::Layer(step.layer))?;
+        self.wire.begin(slot);
         self.wire.wait(slot, sequence, self.spin, self.limit).map_err(StepFault::engine)?;
         clock.end(Phase::Dispatch);
 
@@ -84,6 +97,7 @@ impl StepEngine for WorkerEngine {
             pairs.for_each(|(row, sent)| sent[..hidden].convert_to_f32_slice(row));
         });
         clock.end(Phase::CopyIn);
+        inject_faults();
 
         self.grouped.fill_mixed(layer, self.rank, incoming.ids, incoming.weights, k);
         let assignments = self.grouped.assignments();

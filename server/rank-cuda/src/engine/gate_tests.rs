@@ -237,7 +237,8 @@ const fn random_kept(top_k: usize) -> usize {
 #[test]
 #[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
 fn every_kind_of_gate_routes_as_on_the_cpu() {
-    let device = Device::open(0).expect("a GPU");
+    // As a rank does, which chooses the kernels, too.
+    let device = super::open::open(0).expect("a GPU");
     let seed = expertd_test_seed::seed();
     println!("seed {seed}");
     let mut random = SmallRng::seed_from_u64(seed);

@@ -188,10 +188,12 @@ impl Layers {
     }
 }
 
-/// `[layers]`: takes places for a share of all layers. `facts` has an entry for each layer.
+/// `[layers]`: takes places for a share of all layers. `facts` has an entry for each layer. `is_mixed`: in a mixed group, layers that are
+/// whole on the source and others are of different classes.
 pub(super) fn place(
     spec: &ModelSpec,
     share: &ExpertShare,
+    is_mixed: bool,
     products: Fp8Products,
     facts: &[LayerFacts],
     space: &mut WeightSpace,
@@ -205,7 +207,8 @@ pub(super) fn place(
                 experts.set_block_scales(block_scales);
                 experts
             };
-            let (mine, is_whole) = (share.experts(LayerId(index), moe), share.is_whole(LayerId(index)));
+            let mine = share.experts(LayerId(index), moe);
+            let is_whole = is_mixed && share.is_whole(LayerId(index));
             let MoeLayer { experts: routed, shared, .. } = moe;
             let experts = (!mine.is_empty()).then(|| {
                 let stored = Stored::routed(routed);

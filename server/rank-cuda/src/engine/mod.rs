@@ -22,7 +22,7 @@ mod graphs;
 mod injected;
 mod layers;
 pub(crate) mod memories;
-mod open;
+pub(crate) mod open;
 mod pad;
 mod parts;
 mod probe;

@@ -5,19 +5,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_kernels::device::{Device, DeviceError, describe_device, driver_version, read_device};
+use expertd_kernels::device::{Device, DeviceError, driver_version, reaches_device, read_device};
 use nccl_sys::{Communicator, Library, SymmetricMemory, UniqueId, Version, Window};
 
 use expertd_kernels::path::KernelPath;
 use expertd_types::GpuPath;
 
-use super::open::gpu_path;
+use super::open::{facts_of, gpu_path};
+use crate::gpus::ptx_refusal;
 use crate::{
-    CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, Check, GpuFacts, Inventory, NcclFacts, SHARING_NEEDED,
-    SHARING_WAY_OUT,
+    CAPABILITY_NEEDED, CAPABILITY_WAY_OUT, Check, Inventory, NcclFacts, SHARING_NEEDED, SHARING_WAY_OUT,
 };
 
 const DRIVER_NEEDED: &str = "580 or newer (CUDA 13)";
+const GROUP_NEEDED: &str = "GPUs with the same kernels and equal numbers of multiprocessors that reach each other, for 2 ranks and more";
 const DEADLINE: Duration = Duration::from_secs(20);
 /// Size of the window that is tried.
 const TRIAL_BYTES: usize = 2 << 20;
@@ -38,12 +39,12 @@ pub(crate) fn probe() -> Vec<Check> {
         }
     };
     let needed = CAPABILITY_NEEDED;
-    for (ordinal, device) in devices.iter().enumerate() {
-        checks.push(match (device.name(), device.capability(), device.memory()) {
-            (Ok(name), Ok(capability), Ok((free, total))) => {
-                let (major, minor) = capability;
-                let facts = GpuFacts { name, capability };
-                let kernels = facts.kernels(gpu_path().unwrap_or_default());
+    let path = gpu_path().unwrap_or_default();
+    for (ordinal, device) in (0..).zip(&devices) {
+        checks.push(match (facts_of(ordinal), device.memory()) {
+            (Ok(facts), Ok((free, total))) => {
+                let (major, minor) = facts.capability;
+                let kernels = facts.kernels(path);
                 let found = format!(
                     "{}, compute capability {major}.{minor}{}, {} of {} GiB free",
                     facts.name,
@@ -54,21 +55,30 @@ pub(crate) fn probe() -> Vec<Check> {
                 Check::new(&format!("GPU {ordinal}"), kernels.is_some(), found, needed)
                     .way_out(CAPABILITY_WAY_OUT)
             }
-            (name, capability, memory) => {
-                let error = [name.err(), capability.err(), memory.err()].into_iter().flatten().next();
+            (facts, memory) => {
+                let error = facts.err().or(memory.err());
                 let error = error.map_or_else(|| "does not answer".to_owned(), |e| e.to_string());
                 Check::failed(&format!("GPU {ordinal}"), error, needed, "look at nvidia-smi and dmesg")
             }
         });
     }
     checks.push(exports(&devices));
-    if devices.len() > 1 {
-        checks.push(peers(&devices));
-    }
+    let group = match inventory() {
+        Ok(inventory) => {
+            if devices.len() > 1 {
+                checks.push(group_of(&inventory, path));
+            }
+            inventory.group(path)
+        }
+        Err(error) => {
+            checks.push(Check::failed("group", error, GROUP_NEEDED, "look at nvidia-smi and dmesg"));
+            return checks;
+        }
+    };
     let library = match Library::open(None) {
         Ok(library) => library,
         Err(error) => {
-            checks.push(nccl_missing(devices.len(), error.to_string()));
+            checks.push(nccl_missing(group.len(), error.to_string()));
             let sharing = Check::failed("shared GPU", "no NCCL".to_owned(), SHARING_NEEDED, SHARING_WAY_OUT);
             checks.push(sharing.optional());
             return checks;
@@ -76,18 +86,22 @@ pub(crate) fn probe() -> Vec<Check> {
     };
     let found = format!("{} from {}", library.version(), library.origin());
     checks.push(Check::new("NCCL", true, found, &format!("{} or newer", Version::OLDEST)));
-    checks.push(window(&devices, &library));
+    checks.push(window(&group, &library));
     checks.push(sharing(&nccl_facts(&library)));
     checks
 }
 
 /// The GPUs and the NCCL of this machine, without a context on any GPU.
 pub(crate) fn inventory() -> Result<Inventory, String> {
-    let describe = |ordinal| describe_device(ordinal).map(|(name, capability)| GpuFacts { name, capability });
-    let gpus = Device::count().and_then(|count| (0..count).map(describe).collect());
-    let gpus = gpus.map_err(|error: DeviceError| error.to_string())?;
+    let cards = || -> Result<_, DeviceError> {
+        let count = Device::count()?;
+        let gpus = (0..count).map(facts_of).collect::<Result<_, _>>()?;
+        let row = |from| (0..count).map(|to| reaches_device(from, to)).collect::<Result<_, _>>();
+        Ok((gpus, (0..count).map(row).collect::<Result<_, _>>()?))
+    };
+    let (gpus, peers) = cards().map_err(|error| error.to_string())?;
     let nccl = Library::open(None).map(|library| nccl_facts(&library)).map_err(|error| error.to_string());
-    Ok(Inventory { gpus, nccl })
+    Ok(Inventory { gpus, peers, nccl })
 }
 
 /// Checks that the kernels that measure speed limits run on these GPUs.
@@ -97,12 +111,11 @@ pub(crate) fn inventory() -> Result<Inventory, String> {
 pub(crate) fn check_ceilings(gpus: &[u32]) -> Result<(), String> {
     let count = Device::count().map_err(|error| error.to_string())?;
     for &gpu in gpus.iter().filter(|&&gpu| gpu < count) {
-        let (name, capability) = describe_device(gpu).map_err(|error| error.to_string())?;
-        let facts = GpuFacts { name, capability };
+        let facts = facts_of(gpu).map_err(|error| error.to_string())?;
         if facts.kernels(GpuPath::Auto) != Some(KernelPath::Hopper) {
             return Err(format!(
                 "speed limits are measured on compute capability 9.0 only, and GPU {gpu} ({}) has {}.{}",
-                facts.name, capability.0, capability.1
+                facts.name, facts.capability.0, facts.capability.1
             ));
         }
     }
@@ -124,6 +137,12 @@ fn driver() -> Check {
     match driver_version() {
         Ok((major, minor)) => {
             let found = format!("supports CUDA {major}.{minor}; kernels by nvcc {}", expertd_kernels::NVCC);
+            if major >= 13
+                && needs_ptx()
+                && let Some(refusal) = ptx_refusal(expertd_kernels::NVCC, (major, minor))
+            {
+                return Check::failed("driver", found, "as new as nvcc, for PTX", &refusal);
+            }
             Check::new("driver", major >= 13, found, DRIVER_NEEDED).way_out("install a newer NVIDIA driver")
         }
         Err(error) => Check::failed(
@@ -133,6 +152,13 @@ fn driver() -> Check {
             "install NVIDIA's driver, or start the container with GPUs (--gpus all)",
         ),
     }
+}
+
+/// Whether the driver has to compile kernels for any GPU. A GPU that cannot be examined has a check of its own.
+fn needs_ptx() -> bool {
+    let path = gpu_path().unwrap_or_default();
+    let count = Device::count().unwrap_or(0);
+    (0..count).any(|gpu| facts_of(gpu).is_ok_and(|facts| facts.needs_ptx(path)))
 }
 
 fn devices() -> Result<Vec<Device>, String> {
@@ -158,42 +184,38 @@ fn exports(devices: &[Device]) -> Check {
     .way_out("virtual GPUs and WSL may not do that; use --device cpu")
 }
 
-fn peers(devices: &[Device]) -> Check {
-    let (mut pairs, mut apart) = (0, Vec::new());
-    for (i, one) in devices.iter().enumerate() {
-        for (j, other) in devices.iter().enumerate().filter(|&(j, _)| j != i) {
-            pairs += 1;
-            if !one.reaches(other).unwrap_or(false) {
-                apart.push(format!("{i} to {j}"));
-            }
-        }
-    }
-    let found = if apart.is_empty() {
-        format!("all {pairs} pairs")
-    } else {
-        format!("not from GPU {}", apart.join(", "))
+/// Which GPUs can have the ranks of one service. One rank runs in any case.
+fn group_of(inventory: &Inventory, path: GpuPath) -> Check {
+    let all: Vec<u32> = (0..inventory.gpus.len() as u32).collect();
+    let group = inventory.group(path);
+    let list = group.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    let found = match inventory.apart(&all, path) {
+        Some(why) => format!("GPUs {list}; {why}"),
+        None => format!("all {} GPUs", all.len()),
     };
-    Check::new("peer access", apart.is_empty(), found, "every GPU reaches every other")
-        .way_out("choose GPUs that reach each other with CUDA_VISIBLE_DEVICES (`nvidia-smi topo -m`), or one rank (--ranks 1)")
+    Check::new("group", group.len() == all.len(), found, GROUP_NEEDED)
+        .way_out("ranks use these GPUs unless --gpus lists others; other services can use the rest (`nvidia-smi topo -m`)")
+        .optional()
 }
 
-fn nccl_missing(devices: usize, error: String) -> Check {
+/// `ranks` is the number of ranks that a service has by default.
+fn nccl_missing(ranks: usize, error: String) -> Check {
     let way_out = "install libnccl2, or point EXPERTD_NCCL at libnccl.so.2; one rank needs none";
     let check =
         Check::failed("NCCL", error, &format!("{} or newer for 2 ranks and more", Version::OLDEST), way_out);
-    if devices > 1 { check } else { check.optional() }
+    if ranks > 1 { check } else { check.optional() }
 }
 
-/// Registers a window between the first two GPUs, as ranks do. One rank registers none: NCCL has no peer to map for it, and may
+/// Registers a window between the first two GPUs of the group, as ranks do. One rank registers none: NCCL has no peer to map for it, and may
 /// then return a handle that is no device window.
-fn window(devices: &[Device], library: &Arc<Library>) -> Check {
+fn window(group: &[u32], library: &Arc<Library>) -> Check {
     let needed = "symmetric memory for 2 ranks and more";
-    if devices.len() < 2 {
+    let &[first, second, ..] = group else {
         return Check::new("window", true, "not tried, because one rank needs none".to_owned(), needed);
-    }
-    match try_window(library) {
+    };
+    match try_window([first, second], library) {
         Ok(bytes) => {
-            let found = format!("{} KiB registered by GPU 0 and GPU 1", bytes >> 10);
+            let found = format!("{} KiB registered by GPU {first} and GPU {second}", bytes >> 10);
             Check::new("window", true, found, needed)
         }
         Err(error) => Check::failed(
@@ -207,11 +229,11 @@ fn window(devices: &[Device], library: &Arc<Library>) -> Check {
 }
 
 /// Size in bytes of the window that two ranks register in the probe, each on a thread of its own.
-fn try_window(library: &Arc<Library>) -> Result<usize, nccl_sys::Error> {
+fn try_window(gpus: [u32; 2], library: &Arc<Library>) -> Result<usize, nccl_sys::Error> {
     let id = UniqueId::create(library)?.to_bytes();
     let join = |rank: u32| -> Result<usize, nccl_sys::Error> {
         let argument = |error: DeviceError| nccl_sys::Error::Argument(error.to_string());
-        let device = Device::open(rank).map_err(argument)?;
+        let device = Device::open(gpus[rank as usize]).map_err(argument)?;
         device.bind().map_err(argument)?;
         let communicator = Communicator::join(library, &UniqueId::from_bytes(&id)?, 2, rank, DEADLINE)?;
         let memory = SymmetricMemory::allocate(library, TRIAL_BYTES)?;

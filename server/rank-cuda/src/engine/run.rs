@@ -52,6 +52,11 @@ impl Watch {
     pub(super) fn start() -> Self {
         Watch { since: Instant::now(), next_query: QUERY_INTERVAL, looks: 0 }
     }
+
+    /// Time since the step became the oldest one.
+    pub(super) fn waited(&self) -> Duration {
+        self.since.elapsed()
+    }
 }
 
 impl CudaEngine {
@@ -255,6 +260,9 @@ impl StepEngine for CudaEngine {
             false => self.memories.place(&segments, staging.segments, converted),
         };
         let half = self.halves(layer)[0];
+        if let Some(tier) = self.tier.as_mut().filter(|_| half == Half::First) {
+            tier.begin(slot);
+        }
         let (parts, outward) = match carried {
             Some(copies) => {
                 (self.launch_unchanged(step, layer, variant, half, &copies)?, Outward::Unchanged(copies))

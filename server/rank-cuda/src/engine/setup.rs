@@ -53,6 +53,8 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let kernels = KernelPath::chosen();
     if kernels == KernelPath::Portable {
         gpu::check_portable(spec, setup.fp8_products).map_err(setup_failure)?;
+        // Copies of experts, which the router did not count, make more tiles.
+        gpu::check_portable_sizes(&shape).map_err(setup_failure)?;
     }
     let took = launch::load_kernels().map_err(setup_failure)?;
     tracing::info!(%kernels, ?took, "kernels are loaded");

@@ -11,6 +11,7 @@ use expertd_kernels::slot::SlotBuffers;
 pub(super) use launches::{StepLaunches, TierPlaces};
 
 use crate::experts::{HostBuffer, Panels};
+use crate::host::panel_rows;
 
 /// Least number of blocks of the kernels that copy rows between host and device: enough to saturate the link, and few enough to leave
 /// most multiprocessors to other kernels.
@@ -62,11 +63,6 @@ pub(super) struct Buffers {
     panel_rows: usize,
 }
 
-/// Rows of a workspace for `assignments` rows of `experts` experts. Each expert's rows start at a multiple of 8.
-const fn panel_rows(assignments: usize, experts: usize) -> usize {
-    (assignments + 7 * experts).next_multiple_of(8)
-}
-
 /// Sizes of buffers that do not follow from the group's shape.
 pub(super) struct Sizes {
     /// The largest intermediate size of any layer, padded.
@@ -103,10 +99,8 @@ impl Buffers {
             })
         };
         let local = shape.max_local_experts() as usize;
-        let routed_rows = panel_rows(shape.max_assignments(), local);
-        let shared_rows = panel_rows(tokens, 1);
         // Routed and shared experts use the same workspace with the same distance between panels.
-        let rows = routed_rows.max(shared_rows);
+        let rows = panel_rows(shape);
         let scales = |k: usize| if fp8_products { k.div_ceil(experts::SCALE_ELEMENTS) * rows } else { 0 };
         Ok(Buffers {
             slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,

@@ -6,7 +6,7 @@
 )]
 
 use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use expertd_kernels::device::{Buffer, Device, DeviceError, Mailbox, Pinned};
 use expertd_kernels::layout::Shape;
@@ -46,7 +46,6 @@ pub(super) struct Rest {
     step: StepDescriptor,
     variant: Variant,
     outward: Outward,
-    since: Instant,
 }
 
 /// How copy engines carry a step's results.
@@ -61,7 +60,7 @@ pub(super) enum Outward {
 
 impl Rest {
     pub(super) fn new(step: &StepDescriptor, variant: Variant, outward: Outward) -> Self {
-        Rest { step: *step, variant, outward, since: Instant::now() }
+        Rest { step: *step, variant, outward }
     }
 }
 
@@ -81,7 +80,7 @@ impl Tier {
             )));
         }
         let wire = SourceWire::join(sizes, setup.generation, wire).map_err(setup_failure)?;
-        let (pages, bytes) = wire.pages().map_err(setup_failure)?;
+        let (pages, bytes) = wire.pages();
         // SAFETY: the wire maps these pages as long as it lives, and is dropped after `pinned`.
         let pinned = unsafe { Pinned::register(device, pages, bytes) }.map_err(|error| {
             setup_failure(format!(
@@ -122,9 +121,14 @@ impl Tier {
         }
     }
 
+    /// Begins a step of a slot, before its first half is launched.
+    pub(super) fn begin(&mut self, slot: usize) {
+        self.wire.begin(Slot(slot as u32));
+    }
+
     /// Whether the second half of a step may follow: the sums of all CPU ranks have come, or the step has failed and does not wait for
-    /// them.
-    fn is_ready(&self, rest: &Rest) -> Result<bool, CudaFault> {
+    /// them. `waited`: time since the step became the oldest one, from which the router's limit of a step counts, too.
+    fn is_ready(&self, rest: &Rest, waited: Duration) -> Result<bool, CudaFault> {
         let (slot, sequence) = (Slot(rest.step.slot), Sequence(rest.step.sequence));
         let stuck = |error: expertd_tier::WireError| CudaFault::Stuck(error.to_string());
         if self.wire.arrived(slot, sequence).map_err(stuck)? {
@@ -133,9 +137,9 @@ impl Tier {
         if self.slots[slot.index()].failed.first_word() == sequence.0 {
             return Ok(true);
         }
-        match rest.since.elapsed() {
-            waited if waited > self.limit => Err(stuck(self.wire.missing(slot, sequence, waited))),
-            _ => Ok(false),
+        match waited > self.limit {
+            true => Err(stuck(self.wire.missing(slot, sequence, waited))),
+            false => Ok(false),
         }
     }
 }
@@ -145,8 +149,10 @@ impl CudaEngine {
     pub(super) fn launch_rests(&mut self) -> Result<(), CudaFault> {
         let Some(tier) = &self.tier else { return Ok(()) };
         let mut launched = 0;
-        for rest in self.running.iter().filter_map(|running| running.rest.as_ref()) {
-            if !tier.is_ready(rest)? {
+        for (place, running) in self.running.iter().enumerate() {
+            let Some(rest) = &running.rest else { continue };
+            let waited = if place == 0 { self.watch.waited() } else { Duration::ZERO };
+            if !tier.is_ready(rest, waited)? {
                 break;
             }
             self.launch_rest(rest)?;

@@ -77,11 +77,11 @@ pub(crate) fn pack(setup: &LoaderSetup, progress: &Progress) -> Result<PackedSha
     let mut facts = pool.install(|| facts_of(&checkpoint))?;
     clock.end("gates");
     let mut space = WeightSpace::counting();
-    place(spec, &share, setup.fp8_products, &facts, &mut space);
+    place(spec, &share, false, setup.fp8_products, &facts, &mut space);
     let bytes = space.bytes();
     let memory = allocate(&device, gpu, bytes)?;
     let mut space = WeightSpace::at(memory.address());
-    let mut layers = place(spec, &share, setup.fp8_products, &facts, &mut space);
+    let mut layers = place(spec, &share, false, setup.fp8_products, &facts, &mut space);
     let pack_on = if setup.in_background { PackOn::Host } else { PackOn::Device };
     clock.end("device memory");
     let upload = Upload { device: &device, pool: &pool, pack_on, checkpoint: &checkpoint, share: &share };
@@ -224,7 +224,8 @@ impl HeldWeights {
         let Index { rank, fp8_products, weight_bytes, memory_bytes, spec, facts, .. } = self.index;
         let memory = ShareableMemory::import(device, self.memory.as_fd(), memory_bytes)?;
         let mut space = WeightSpace::at(memory.address());
-        let layers = place(&spec, &share, fp8_products, &facts, &mut space);
+        let is_mixed = matches!(tables, Some(Tables::Resident(_)));
+        let layers = place(&spec, &share, is_mixed, fp8_products, &facts, &mut space);
         if space.bytes() > memory_bytes as u64 {
             let found = format!("{memory_bytes} bytes of device memory");
             return Err(contents(format!("{} bytes of weights", space.bytes()), found));

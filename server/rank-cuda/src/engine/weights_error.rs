@@ -26,7 +26,7 @@ pub(crate) enum WeightsError {
     #[error(
         "GPU {gpu} has {} MiB free of {} MiB, and this rank's weights and a reserve{} need {} MiB; use more {}", .free >> 20,
         .total >> 20, if *.gpu_ranks == 1 { String::new() } else { format!(" for each of {gpu_ranks} ranks on it") },
-        .needed >> 20, if *.gpu_ranks == 1 { "ranks" } else { "GPUs" }
+        .needed >> 20, if *.gpu_ranks == 1 { "ranks, or beside CPU ranks a smaller --gpu-memory" } else { "GPUs" }
     )]
     Room { gpu: u32, gpu_ranks: u32, free: u64, total: u64, needed: u64 },
     #[error("packed weights: expected {expected}, found {found}")]

@@ -109,7 +109,8 @@ impl Stored {
 #[test]
 #[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
 fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
-    let device = Device::open(0).unwrap();
+    // As a loader does, which chooses the kernels, too.
+    let device = crate::engine::open::open(0).unwrap();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
     let formats = [
         (WeightFormat::Bf16, DeviceFormat::Bf16),

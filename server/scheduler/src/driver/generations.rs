@@ -157,11 +157,9 @@ impl<R: Ranks> Driver<R> {
 
     /// A step in flight has ended on every rank, at time `at`.
     fn end_step(&mut self, id: StepId, at: Time) {
-        let (Some((generation, _)), Some((launched, memories))) = (self.group, self.launched.pop_front())
-        else {
-            return;
-        };
-        debug_assert_eq!(launched, id, "steps complete in order");
+        let place = self.launched.iter().position(|(launched, _)| *launched == id);
+        let launched = place.and_then(|place| self.launched.remove(place));
+        let (Some((generation, _)), Some((_, memories))) = (self.group, launched) else { return };
         memories.iter().for_each(|memory| self.attachments.ended(*memory));
         self.steps.step_done(generation, id, at);
     }

@@ -146,8 +146,8 @@ pub trait Ranks: Callers {
     /// Takes the oldest step in flight if every rank has completed it, and keeps its rows. Returns when it ended.
     fn collect(&mut self) -> Option<(StepId, Time)>;
 
-    /// After the end of the ranks: as [`collect`](Self::collect), for a step whose calls were told of their end by a rank. If there is
-    /// none, what the ranks shared with the service is released.
+    /// After the end of the ranks: as [`collect`](Self::collect), for the oldest step whose calls were told of their end by a rank.
+    /// Earlier steps may have failed. If there is none, what the ranks shared with the service is released.
     fn collect_told(&mut self) -> Option<(StepId, Time)>;
 
     /// A generation has ended by a fault; the service serves no more.

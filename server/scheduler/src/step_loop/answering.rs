@@ -16,13 +16,13 @@ impl StepLoop {
     }
 
     /// Event: every rank has completed the oldest step, and its rows have been copied out of its slot. While ranks are being ended: a
-    /// rank has told the calls of that step of their end. A step of a generation that has ended is ignored.
+    /// rank has told the calls of that step of their end; all of their rows are in it, and earlier steps may have failed. A step of a
+    /// generation that has ended is ignored.
     pub fn step_done(&mut self, generation: Generation, step: StepId, now: Time) {
         let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) else { return };
-        if self.in_flight.front().is_none_or(|oldest| oldest.id != step) {
-            return;
-        }
-        let Some(done) = self.in_flight.pop_front() else { return };
+        let at = self.in_flight.iter().position(|running| running.id == step);
+        let Some(at) = at.filter(|at| *at == 0 || self.leaving.is_some()) else { return };
+        let Some(done) = self.in_flight.remove(at) else { return };
         group.steps_completed += 1;
         self.recovery.step_done();
         self.poisoned.remove(&done.kind.layer);

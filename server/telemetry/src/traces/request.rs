@@ -1,6 +1,6 @@
 //! The span of one request.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use opentelemetry::trace::{Span as _, SpanKind, Status, TraceContextExt as _, Tracer as _};
@@ -18,18 +18,12 @@ const ERRORS_OF_THE_SERVICE: [&str; 6] =
 
 /// The span of a request that is sampled. One that is dropped before it ends was cancelled.
 pub struct RequestTrace {
-    state: Mutex<State>,
+    /// `None` once it has ended.
+    span: Mutex<Option<Span>>,
     method: &'static str,
     /// One moment on both clocks, from which other times follow.
     instant: Instant,
     time: SystemTime,
-}
-
-struct State {
-    /// `None` once it has ended.
-    span: Option<Span>,
-    /// Whether the caller asked for timings as well.
-    timings_asked: bool,
 }
 
 impl TraceParent {
@@ -51,15 +45,14 @@ impl TraceParent {
             .with_start_time(start)
             .with_attributes(attributes);
         let span = traces.tracer.build_with_context(builder, &self.0);
-        let state = State { span: Some(span), timings_asked: false };
-        let sampled = state.span.as_ref().is_some_and(Span::is_recording);
-        sampled.then(|| Arc::new(RequestTrace { state: Mutex::new(state), method, instant, time }))
+        let sampled = span.is_recording();
+        sampled.then(|| Arc::new(RequestTrace { span: Mutex::new(Some(span)), method, instant, time }))
     }
 }
 
 impl RequestTrace {
-    fn with<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    fn span(&self) -> MutexGuard<'_, Option<Span>> {
+        self.span.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn time_of(&self, instant: Instant) -> SystemTime {
@@ -81,45 +74,29 @@ impl RequestTrace {
 
     /// Adds attributes.
     pub fn describe(&self, attributes: impl IntoIterator<Item = KeyValue>) {
-        self.with(|state| {
-            if let Some(span) = &mut state.span {
-                span.set_attributes(attributes);
-            }
-        });
+        if let Some(span) = &mut *self.span() {
+            span.set_attributes(attributes);
+        }
     }
 
     /// Adds a child that has ended.
     pub fn child(&self, name: &'static str, start: Instant, end: Instant, attributes: Vec<KeyValue>) {
         let Some(traces) = TRACES.get() else { return };
-        self.with(|state| {
-            let Some(span) = &state.span else { return };
-            let parent = Context::new().with_remote_span_context(span.span_context().clone());
-            let builder = traces.tracer.span_builder(name).with_start_time(self.time_of(start));
-            let mut child = traces.tracer.build_with_context(builder.with_attributes(attributes), &parent);
-            child.end_with_timestamp(self.time_of(end));
-        });
-    }
-
-    /// Notes whether the caller has asked for the timings of steps, which the span needs in any case.
-    pub fn note_timings(&self, are_asked: bool) {
-        self.with(|state| state.timings_asked = are_asked);
-    }
-
-    /// Whether only the span needs the timings of steps.
-    pub fn has_own_timings(&self) -> bool {
-        self.with(|state| state.span.is_some() && !state.timings_asked)
+        let Some(context) = self.span().as_ref().map(|span| span.span_context().clone()) else { return };
+        let parent = Context::new().with_remote_span_context(context);
+        let builder = traces.tracer.span_builder(name).with_start_time(self.time_of(start));
+        let mut child = traces.tracer.build_with_context(builder.with_attributes(attributes), &parent);
+        child.end_with_timestamp(self.time_of(end));
     }
 
     /// Ends the span with the gRPC status of the answer.
     pub fn end(&self, code: u32) {
-        self.with(|state| {
-            let Some(mut span) = state.span.take() else { return };
-            span.set_attribute(KeyValue::new("rpc.grpc.status_code", i64::from(code)));
-            if ERRORS_OF_THE_SERVICE.contains(&code_name(code)) {
-                span.set_status(Status::error(code_name(code)));
-            }
-            span.end_with_timestamp(self.time_of(Instant::now()));
-        });
+        let Some(mut span) = self.span().take() else { return };
+        span.set_attribute(KeyValue::new("rpc.grpc.status_code", i64::from(code)));
+        if ERRORS_OF_THE_SERVICE.contains(&code_name(code)) {
+            span.set_status(Status::error(code_name(code)));
+        }
+        span.end_with_timestamp(self.time_of(Instant::now()));
     }
 }
 

@@ -73,6 +73,14 @@ impl LayerPlacement {
         self.experts.get(rank.index()).map_or(&[], Vec::as_slice)
     }
 
+    /// The experts of which a rank is the first owner, ascending.
+    #[must_use]
+    pub fn first_owned_by(&self, rank: Rank) -> Vec<u32> {
+        let earlier = self.experts.get(..rank.index()).unwrap_or_default();
+        let is_first = |expert: &&u32| earlier.iter().all(|experts| experts.binary_search(expert).is_err());
+        self.experts_of(rank).iter().filter(is_first).copied().collect()
+    }
+
     /// Number of copies of all experts, all ranks together.
     pub fn copies(&self) -> usize {
         self.experts.iter().map(Vec::len).sum()

@@ -1,5 +1,7 @@
 //! The device of the ranks, their number, and the GPU of each of them.
 
+use std::path::{Path, PathBuf};
+
 use super::PlanError;
 use super::values::{derive, value};
 use crate::serve::kinds::{Kinds, RankNumbers};
@@ -7,6 +9,7 @@ use crate::serve::settings::{Given, ServeArgs};
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, Inventory, KernelPath};
 use expertd_types::GpuPath;
+use rustix::fs::{Access, access};
 
 /// Largest number of ranks on one host.
 pub(super) const MAX_RANKS: u32 = 8;
@@ -68,12 +71,11 @@ impl Devices {
         if let Some(ranks) = &mut given.ranks.0 {
             ranks.second = Some(workers);
         }
-        if sources > 1 {
+        if sources != 1 {
             return Err(value(
                 "ranks",
                 format!(
-                    "is {sources},{workers}, but a group with CPU ranks beside it has one {} rank, which gets all rows; \
-                     use --ranks 1,{workers}",
+                    "is {sources},{workers}, but a mixed group has one {} rank, which gets all rows; use --ranks 1,{workers}",
                     found.device
                 ),
             ));
@@ -97,6 +99,12 @@ impl Devices {
             let count = list.len();
             if given.device.0.is_some_and(|kinds| kinds.first == DeviceKind::Cpu) {
                 return Err(value("gpus", "is given, but device is cpu; leave one of the two out"));
+            }
+            if count != 1 && given.device.0.is_some_and(|kinds| kinds.is_mixed) {
+                return Err(value(
+                    "gpus",
+                    format!("has {count} entries, but a mixed group has one GPU rank; name one GPU"),
+                ));
             }
             if let Some(ranks) =
                 given.ranks.0.map(|ranks| ranks.first).filter(|&ranks| ranks as usize != count)
@@ -165,7 +173,8 @@ impl Devices {
         let text: Vec<String> = gpus.iter().map(u32::to_string).collect();
         derive(&mut given.gpus, text.join(","), "one per rank");
         let ranks = derive(&mut given.ranks, (gpus.len() as u32).into(), "one per GPU listed");
-        let kernels = found.kernels_of(&gpus)?;
+        let kernels = found.kernels_of(&gpus);
+        found.check_cache(given.gpu_cache_dir.0.as_deref(), &gpus)?;
         let why = kernels.map_or_else(String::new, |kernels| format!("the ranks run {kernels}"));
         derive(&mut given.gpu_path, GpuPath::Auto, &*why);
         Ok(Devices { device, ranks: ranks.first, sources: ranks.first, gpus, kernels })
@@ -218,18 +227,44 @@ impl Found {
         }
     }
 
-    /// The kernels that ranks on these GPUs run, which are the same on all of them.
-    fn kernels_of(&self, gpus: &[u32]) -> Result<Option<KernelPath>, PlanError> {
-        let Some(inventory) = &self.inventory else { return Ok(None) };
-        let of = |gpu: &u32| inventory.gpus.get(*gpu as usize).and_then(|facts| facts.kernels(self.path));
-        let first = gpus.first().and_then(of);
-        if gpus.iter().any(|gpu| of(gpu) != first) {
-            return Err(value(
-                "gpu-path",
-                "is auto, but some of the GPUs are Hopper and others are not; choose GPUs of one kind (--gpus), or set it to portable",
-            ));
+    /// The kernels that ranks on these GPUs run. [`Inventory::apart`] keeps GPUs with different ones apart.
+    fn kernels_of(&self, gpus: &[u32]) -> Option<KernelPath> {
+        let first = self.inventory.as_ref()?.gpus.get(*gpus.first()? as usize)?;
+        first.kernels(self.path)
+    }
+
+    /// Checks that the driver can keep the kernels that it compiles for these GPUs; without that it compiles them whenever ranks start.
+    fn check_cache(&self, folder: Option<&Path>, gpus: &[u32]) -> Result<(), PlanError> {
+        let facts = |gpu: &u32| self.inventory.as_ref()?.gpus.get(*gpu as usize);
+        if !gpus.iter().filter_map(facts).any(|facts| facts.needs_ptx(self.path)) {
+            return Ok(());
         }
-        Ok(first)
+        if let Some(folder) = folder {
+            let made = std::fs::create_dir_all(folder).map_err(|error| error.to_string());
+            return made.and_then(|()| writable(folder)).map_err(|problem| {
+                let folder = folder.display();
+                value(
+                    "gpu-cache-dir",
+                    format!("is {folder}, where the driver keeps the kernels that it compiles: {problem}"),
+                )
+            });
+        }
+        let of_driver = std::env::var_os("CUDA_CACHE_PATH").map(PathBuf::from);
+        let home = || std::env::var_os("HOME").map(|home| Path::new(&home).join(".nv/ComputeCache"));
+        let problem = match of_driver.or_else(home) {
+            // The driver makes it.
+            Some(folder) => folder.ancestors().find(|folder| folder.exists()).and_then(|folder| {
+                writable(folder).err().map(|problem| format!("{}: {problem}", folder.display()))
+            }),
+            None => Some("HOME is not set".to_owned()),
+        };
+        if let Some(problem) = problem {
+            tracing::warn!(
+                problem,
+                "the driver cannot keep the kernels that it compiles, and compiles them whenever ranks start; set gpu-cache-dir"
+            );
+        }
+        Ok(())
     }
 
     /// The GPUs that the kernels run on, as far as that is known.
@@ -249,14 +284,26 @@ impl Found {
         (0..self.count).find_map(|gpu| self.refusal(gpu))
     }
 
-    /// The first supported GPUs, one for each rank.
+    /// The first GPUs of the largest group, one for each rank.
     fn in_turn(&self, given: &mut Given, most: u32) -> Result<Vec<u32>, PlanError> {
         let supported = self.supported();
         let count = supported.len() as u32;
         if let Some(refusal) = self.unsupported().filter(|_| count == 0) {
             return Err(value("device", format!("is cuda, but {refusal}")));
         }
-        let ranks = derive(&mut given.ranks, count.min(most).into(), "one per GPU").first;
+        let group = self.inventory.as_ref().map_or_else(|| supported.clone(), |found| found.group(self.path));
+        let apart = self.inventory.as_ref().and_then(|found| found.apart(&supported, self.path));
+        let of_group = (group.len() as u32).min(most);
+        let why = match &apart {
+            Some(apart) if of_group < most => {
+                if given.ranks.0.is_none() {
+                    tracing::warn!(gpus = ?group, why = apart, "ranks use only these GPUs");
+                }
+                format!("one per GPU that can be in one group: {apart}")
+            }
+            _ => "one per GPU".to_owned(),
+        };
+        let ranks = derive(&mut given.ranks, of_group.into(), &*why).first;
         if ranks > count {
             let others = self.unsupported().map_or_else(String::new, |refusal| format!(" ({refusal})"));
             return Err(value(
@@ -264,7 +311,16 @@ impl Found {
                 format!("is {ranks}, but only {count} GPUs were found; each rank needs one{others}"),
             ));
         }
-        Ok(supported.into_iter().take(ranks as usize).collect())
+        if let Some(apart) = apart.filter(|_| ranks as usize > group.len()) {
+            return Err(value(
+                "ranks",
+                format!(
+                    "is {ranks}, but at most {} of the GPUs can be in one group: {apart}; lower ranks, or leave it out",
+                    group.len()
+                ),
+            ));
+        }
+        Ok(group.into_iter().take(ranks as usize).collect())
     }
 
     /// Checks that ranks can use the GPUs of a list.
@@ -281,6 +337,14 @@ impl Found {
         }
         if let Some(refusal) = list.iter().find_map(|&gpu| self.refusal(gpu)) {
             return Err(value("gpus", refusal));
+        }
+        if let Some(apart) = self.inventory.as_ref().and_then(|found| found.apart(&list, self.path)) {
+            return Err(value(
+                "gpus",
+                format!(
+                    "lists GPUs whose ranks cannot form a group: {apart}; list equal GPUs that reach each other (`expertd doctor`), or one"
+                ),
+            ));
         }
         if !gpu::is_shared(&list) {
             return Ok(list);
@@ -299,6 +363,11 @@ impl Found {
             }
         }
     }
+}
+
+/// Checks that this process and its children can make files in a folder.
+fn writable(folder: &Path) -> Result<(), String> {
+    access(folder, Access::WRITE_OK | Access::EXEC_OK).map_err(|error| error.to_string())
 }
 
 /// Parses the GPUs of ranks, such as `0,1,2`.

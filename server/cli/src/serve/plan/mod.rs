@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 pub(crate) use self::devices::gpus;
 pub use self::sessions::SessionPlan;
 pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
-pub(crate) use self::split::by_memory;
 
 use self::machine::Machine;
 use self::model::model_info;
 use self::sizes::Sizes;
 use self::values::{derive, millis, value, within};
+use super::division::Division;
 use super::layers;
+use super::reload::ReloadRules;
 use super::settings::{Given, SettingsError, Shown, Source};
 use crate::admin::default_admin_address;
 use expertd_core::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
@@ -125,6 +126,9 @@ impl ServePlan {
         }
 
         let machine = Machine::choose(&mut given)?;
+        // Before the fingerprint, which may read all weights.
+        let division = split::division(&given, &machine);
+        let placement = placement(&given, &spec, &machine, division.as_ref())?;
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
         let timeouts = Timeouts::of(&mut given, gpu::is_shared(&machine.gpus))?;
         if given.admin_listen.0.is_none() {
@@ -140,11 +144,9 @@ impl ServePlan {
             if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
         let fingerprint = checkpoint.fingerprint(coverage);
         let Sizes { shape, limits, queued, window_bytes, channel_bytes } = sizes;
-        let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine)?;
-        let placement = placement(&given, &spec, &machine)?;
-        if let (true, Some(placement)) = (machine.is_mixed(), &placement) {
-            split::check(placement, &spec).map_err(|problem| value("placement", problem))?;
-        }
+        let skip_memory_check = given.skip_memory_check.0.unwrap_or(false);
+        let rules = ReloadRules { sources: shape.sources as usize, division, skip_memory_check };
+        let scheduler = scheduler(&given, limits.max_tokens_per_step, queued, &machine, rules)?;
         let model = model_info(&spec, name, fingerprint, limits, &machine, placement.as_ref());
         let checkpoint =
             CheckpointSource { folder: absolute(&path), layers: spec.held, fingerprint, placement };
@@ -165,7 +167,7 @@ impl ServePlan {
             window_bytes,
             channel_bytes,
             shown: given.shown(),
-            skip_memory_check: given.skip_memory_check.0.unwrap_or(false),
+            skip_memory_check,
             spec,
         })
     }
@@ -180,7 +182,13 @@ impl ServePlan {
             return Ok(());
         }
         let placement = checkpoint.placement.as_ref();
-        let lack = || super::reload::lack_of_memory(&self.spec, devices, placement);
+        // The wire of a mixed group is pinned.
+        let exchange = match self.cluster.shape.is_mixed() {
+            true => (self.window_bytes + self.channel_bytes) as u64,
+            false => 0,
+        };
+        let sources = self.cluster.shape.sources as usize;
+        let lack = || super::reload::lack_of_memory(&self.spec, devices, sources, placement, exchange);
         let end = Instant::now() + MEMORY_WAIT;
         let (available, needed) = loop {
             match lack() {
@@ -194,7 +202,8 @@ impl ServePlan {
             Some(_) if self.cluster.shape.is_mixed() => value(
                 "model",
                 format!(
-                    "the weights of the CPU ranks need {found}; give the GPU more of them, or use a machine with more memory"
+                    "the weights of the CPU ranks, staging and the wire need {found}; give the GPU more of the weights, lower \
+                     max-tokens-per-step, or use a machine with more memory"
                 ),
             ),
             Some(_) => value(
@@ -288,6 +297,7 @@ fn scheduler(
     max_tokens_per_step: usize,
     max_queued_tokens: usize,
     machine: &Machine,
+    rules: ReloadRules,
 ) -> Result<SchedulerConfig, PlanError> {
     let max_wait_us = within("max-wait-us", given.max_wait_us.0.unwrap_or(0), 0, 60_000_000)?;
     Ok(SchedulerConfig {
@@ -297,7 +307,7 @@ fn scheduler(
         on_fault: given.on_fault.0.unwrap_or_default(),
         drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
         expert_metrics: given.expert_metrics.0.unwrap_or(false),
-        reload: ReloadPlanner(super::reload::plan),
+        reload: ReloadPlanner::new(move |context, folder| rules.plan(context, folder)),
         copy_threads: match machine.device {
             // Ranks use all cores.
             DeviceKind::Cpu => 1,
@@ -311,9 +321,10 @@ fn placement(
     given: &Given,
     spec: &ModelSpec,
     machine: &Machine,
+    division: Option<&Division>,
 ) -> Result<Option<ExpertPlacement>, PlanError> {
     let Some(path) = &given.placement.0 else {
-        return if machine.is_mixed() { split::choose(given, spec, machine).map(Some) } else { Ok(None) };
+        return division.map(|division| split::choose(spec, division)).transpose();
     };
     if given.gpu_memory.0.is_some() {
         return Err(value(
@@ -321,8 +332,12 @@ fn placement(
             "is given beside a placement, which says already what the GPU holds",
         ));
     }
-    let placement = read_placement(path, spec, machine.ranks as usize);
-    placement.map(Some).map_err(|problem| value("placement", problem))
+    let refused = |problem| value("placement", problem);
+    let placement = read_placement(path, spec, machine.ranks as usize).map_err(refused)?;
+    if let Some(division) = division {
+        division.check(spec, &placement).map_err(refused)?;
+    }
+    Ok(Some(placement))
 }
 
 /// Reads a placement, and checks that it is for this model and number of ranks.

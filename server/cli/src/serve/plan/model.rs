@@ -68,6 +68,7 @@ pub(super) fn model_info(
         layers,
         weight_formats,
         limits,
+        sources: machine.sources as usize,
         placement,
     }
 }

@@ -100,6 +100,11 @@ impl Sizes {
         };
         if device == DeviceKind::Cuda {
             gpu::check(spec, &shape).map_err(PlanError::Sizes)?;
+            if machine.kernels == Some(gpu::KernelPath::Portable) {
+                gpu::check_portable(spec, machine.fp8_products).map_err(PlanError::Sizes)?;
+                gpu::check_portable_sizes(&gpu::kernel_shape(&shape, spec.max_experts()))
+                    .map_err(PlanError::Sizes)?;
+            }
         }
         let window_bytes = match device {
             _ if shape.is_mixed() => expertd_tier::TierLayout::new(expertd_tier::TierShape::of(&shape))
@@ -108,12 +113,7 @@ impl Sizes {
             DeviceKind::Cpu => {
                 expertd_rank_cpu::window_bytes(&shape).map_err(|e| PlanError::Sizes(e.to_string()))?
             }
-            DeviceKind::Cuda => {
-                if machine.kernels == Some(gpu::KernelPath::Portable) {
-                    gpu::check_portable(spec, machine.fp8_products).map_err(PlanError::Sizes)?;
-                }
-                gpu::window_bytes(&shape, spec.max_experts())
-            }
+            DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
         let channel_bytes = shape.channel_bytes().map_err(|e| PlanError::Sizes(e.to_string()))?;
         let queued = within("max-queued-tokens", queued, 1, usize::MAX)?;

@@ -66,6 +66,11 @@ impl Group {
         self.channel.begin(slot, top_k)
     }
 
+    /// Number of ranks that run steps of a layer: the first ones.
+    pub(crate) fn ranks_of(&self, layer: LayerId) -> usize {
+        self.config.ranks_of(layer, self.placement.as_ref())
+    }
+
     /// Sends the staged step to the ranks that run it. `raises` says whether rank 0 raises completion words at its end.
     ///
     /// # Errors
@@ -91,7 +96,7 @@ impl Group {
             top_k: top_k as u32,
             ..StepDescriptor::zeroed()
         };
-        let ranks = self.config.ranks_of(layer, self.placement.as_ref());
+        let ranks = self.ranks_of(layer);
         self.channel.launch(&common, ranks).map_err(channel_fault)?;
         if self.in_flight.is_empty() {
             self.front_time = ObservedTime::start(Instant::now());
@@ -115,21 +120,19 @@ impl Group {
         if self.in_flight.front()?.completions.iter().any(Option::is_none) {
             return None;
         }
-        self.pop_done(false)
+        self.take(0, false)
     }
 
-    /// After the end of the ranks: takes the oldest step in flight if its completion words were raised, or were about to be.
-    /// Completions that the router has not received are empty.
+    /// After the end of the ranks: takes the oldest step in flight whose completion words were raised, or were about to be. Earlier steps
+    /// may have failed on a GPU that went on with this one. Completions that the router has not received are empty.
     pub(crate) fn take_raised(&mut self) -> Option<StepDone> {
-        let step = self.in_flight.front()?;
-        if !step.raises || self.channel.raised(step.slot) != step.sequence {
-            return None;
-        }
-        self.pop_done(true)
+        let was_raised = |step: &InFlight| step.raises && self.channel.raised(step.slot) == step.sequence;
+        let at = self.in_flight.iter().position(was_raised)?;
+        self.take(at, true)
     }
 
-    fn pop_done(&mut self, is_after_end: bool) -> Option<StepDone> {
-        let step = self.in_flight.pop_front()?;
+    fn take(&mut self, at: usize, is_after_end: bool) -> Option<StepDone> {
+        let step = self.in_flight.remove(at)?;
         self.front_time = ObservedTime::start(Instant::now());
         let completions =
             step.completions.into_iter().map(|completion| completion.unwrap_or_else(Completion::zeroed));

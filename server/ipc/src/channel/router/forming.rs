@@ -1,7 +1,7 @@
 //! A step that the router forms: which rows go to which rank, and the copies of those that are staged.
 
 use bytemuck::Pod;
-use expertd_types::{ChunkedSlice, DType, MemoryId, Rank, Slot};
+use expertd_types::{DType, MemoryId, Rank, Slot};
 
 use super::super::super::copier::{Copier, CopyBatch};
 use super::super::ChannelError;
@@ -14,7 +14,7 @@ use expertd_shm::region::SharedSlice;
 #[derive(Clone, Copy, Debug)]
 pub enum RowSource<'a> {
     /// Memory of this process.
-    Own(ChunkedSlice<'a>),
+    Own(&'a [u8]),
     /// Memory that every rank has attached: ranks read the rows and write the answer there, and the router copies neither.
     Attached(AttachedRows),
 }
@@ -32,15 +32,9 @@ pub struct AttachedRows {
     pub bytes: usize,
 }
 
-impl<'a> From<ChunkedSlice<'a>> for RowSource<'a> {
-    fn from(rows: ChunkedSlice<'a>) -> Self {
-        RowSource::Own(rows)
-    }
-}
-
 impl<'a> From<&'a [u8]> for RowSource<'a> {
     fn from(rows: &'a [u8]) -> Self {
-        RowSource::Own(rows.into())
+        RowSource::Own(rows)
     }
 }
 

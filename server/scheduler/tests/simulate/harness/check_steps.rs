@@ -344,10 +344,9 @@ impl World {
         let Some((_, version)) = served.filter(|(serving, _)| *serving == generation) else {
             return;
         };
-        if self.told.in_flight.front().is_none_or(|(oldest, _)| oldest.id != step) {
-            return;
-        }
-        let Some((done, _)) = self.told.in_flight.pop_front() else { return };
+        let at = self.told.in_flight.iter().position(|(running, _)| running.id == step);
+        let at = at.filter(|at| *at == 0 || self.told.leaving.is_some());
+        let Some((done, _)) = at.and_then(|at| self.told.in_flight.remove(at)) else { return };
         self.told.steps_done += 1;
         self.told.fruitless = 0;
         self.verdicts.remove(&done.kind.layer);

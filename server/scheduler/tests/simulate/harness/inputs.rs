@@ -50,7 +50,7 @@ impl World {
             Input::Experts => {
                 self.ranks_end_experts();
             }
-            Input::Tell => self.ranks_tell(),
+            Input::Tell { skips } => self.ranks_tell(skips),
             Input::Done => {
                 self.ranks_complete();
             }

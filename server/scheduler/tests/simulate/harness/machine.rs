@@ -300,16 +300,17 @@ impl Machine for World {
 
     fn collect_told(&mut self) -> Option<(StepId, Time)> {
         let told = self.ranks.as_mut().and_then(|ranks| {
-            ranks.steps.front().filter(|step| step.has_told)?;
-            let step = ranks.steps.pop_front()?;
-            Some((ranks.generation, step.step.id))
+            let at = ranks.steps.iter().position(|step| step.has_told)?;
+            let step = ranks.steps.remove(at)?;
+            Some((ranks.generation, step.step.id, at))
         });
-        let Some((generation, step)) = told else {
+        let Some((generation, step, at)) = told else {
             self.note_gone();
             return None;
         };
         self.note(|| format!("    step {step} was told to be complete"));
         self.seen.told_steps_kept += 1;
+        self.seen.told_behind_a_failed_step += u64::from(at > 0);
         self.seen.told_before_a_drains_end += u64::from(!self.told.has_fault);
         self.note_done(generation, step);
         Some((step, self.now))

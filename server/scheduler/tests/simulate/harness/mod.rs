@@ -81,6 +81,7 @@ seen!(
     steps_in_place,
     told_steps_kept,
     told_while_ending,
+    told_behind_a_failed_step,
     told_before_a_drains_end,
     ended_while_ranks_end
 );

@@ -136,14 +136,17 @@ impl World {
         running.map(|step| step.experts_ended = true).is_some()
     }
 
-    /// A rank tells the calls of the oldest step that they have ended, which the router learns later.
-    pub(super) fn ranks_tell(&mut self) {
+    /// A rank tells the calls of the oldest step that they have ended, which the router learns later. `skips`: that step has failed on
+    /// the rank, which goes on with the next one.
+    pub(super) fn ranks_tell(&mut self, skips: bool) {
         // A rank that is killed may tell until it is reaped.
         let may_tell = |ranks: &&mut Ranks| matches!(ranks.ending, None | Some(Ending::Slow));
         let Some(ranks) = self.ranks.as_mut().filter(may_tell) else { return };
         let is_ending = ranks.ending.is_some();
-        let oldest = ranks.steps.iter_mut().find(|step| !step.is_done && !step.has_told);
-        if let Some(step) = oldest.filter(|step| step.tells && !step.is_poison) {
+        // The driver hears of a step that has failed at once.
+        let skips = usize::from(skips && ranks.is_dead);
+        let mut running = ranks.steps.iter_mut().filter(|step| !step.is_done && !step.has_told);
+        if let Some(step) = running.nth(skips).filter(|step| step.tells && !step.is_poison) {
             (step.experts_ended, step.has_told) = (true, true);
             self.seen.told_while_ending += u64::from(is_ending);
             for range in &step.step.rows {

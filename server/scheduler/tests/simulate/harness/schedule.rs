@@ -37,8 +37,8 @@ pub enum Input {
     Ready,
     /// The oldest running experts phase ends.
     Experts,
-    /// A rank tells the calls of the oldest step that they have ended.
-    Tell,
+    /// A rank tells the calls of the oldest step that they have ended. `skips`: after a fault, the calls of the next one.
+    Tell { skips: bool },
     /// The oldest step completes on all ranks.
     Done,
     /// The generation, or the loaders that it waits for, end by a fault.
@@ -204,7 +204,7 @@ fn other(random: &mut Random, fault_rate: u64) -> Input {
         110..130 => Input::Ready,
         130..160 => Input::Experts,
         160..187 => Input::Done,
-        187..190 => Input::Tell,
+        187..190 => Input::Tell { skips: random.chance(50) },
         190..194 => Input::Leave { which: random.between(0, 30) as usize },
         194..198 => reload(random),
         198..202 => Input::Packed,

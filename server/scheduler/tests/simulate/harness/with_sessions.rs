@@ -21,7 +21,7 @@ pub(super) fn sessions(random: &mut Random, seed: u64) -> Schedule {
             6..10 => Input::EndSession { which: random.between(0, 5) as usize },
             10..30 => Input::RankAnswers { refuses: random.chance(8) },
             30..44 => submit(random, 10, false, 90),
-            44..49 => Input::Tell,
+            44..49 => Input::Tell { skips: random.chance(50) },
             49..53 => Input::Done,
             53..56 => Input::Experts,
             56 => Input::Fault { is_load: false },
@@ -37,7 +37,7 @@ pub(super) fn sessions(random: &mut Random, seed: u64) -> Schedule {
             80..85 => Input::Turns { count: random.between(1, 12) as usize },
             _ => Input::UntilAsleep,
         });
-        if matches!(inputs.last(), Some(Input::Tell)) && random.chance(80) {
+        if matches!(inputs.last(), Some(Input::Tell { .. })) && random.chance(80) {
             if random.chance(10) {
                 inputs.push(Input::Drain { timeout_millis: 0 });
             } else {
@@ -59,8 +59,13 @@ pub(super) fn slow_ends(random: &mut Random, seed: u64) -> Schedule {
     for _ in 0..random.between(1, 6) {
         for _ in 0..random.between(1, 3) {
             inputs.extend([submit(random, 8, false, if is_mixed { 50 } else { 100 }), Input::UntilAsleep]);
-            inputs.extend(random.chance(30).then_some(Input::Tell));
+            inputs.extend(random.chance(30).then_some(Input::Tell { skips: false }));
             inputs.extend(random.chance(30).then_some(Input::Experts));
+        }
+        if random.chance(75) {
+            // Two steps in flight.
+            let mut call = || [submit(random, 8, false, 100), Input::UntilAsleep];
+            inputs.extend([call(), [Input::Experts, Input::UntilAsleep], call()].concat());
         }
         inputs.extend(random.chance(80).then_some(Input::NextFails { what: Failing::QuickEnd }));
         inputs.extend(random.chance(10).then_some(Input::NextFails { what: Failing::End }));
@@ -70,9 +75,10 @@ pub(super) fn slow_ends(random: &mut Random, seed: u64) -> Schedule {
             Input::Drain { timeout_millis: random.between(0, 1) }
         });
         inputs.push(Input::UntilAsleep);
+        inputs.extend(random.chance(70).then_some(Input::Tell { skips: true }));
         for _ in 0..random.between(0, 6) {
             inputs.push(match random.between(0, 9) {
-                0..4 => Input::Tell,
+                0..4 => Input::Tell { skips: random.chance(50) },
                 4 => submit(random, 8, false, 50),
                 5 => reload(random),
                 6 => Input::Leave { which: random.between(0, 3) as usize },

@@ -1,6 +1,6 @@
 //! Tests of `devices`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use expertd_core::cluster::ClusterConfig;
@@ -13,6 +13,7 @@ use expertd_types::{Coverage, Fp8Products};
 
 use super::*;
 use crate::serve::plan::machine::Machine;
+use crate::serve::plan::sizes::Sizes;
 use crate::serve::plan::{Timeouts, cluster};
 use crate::serve::settings::Source;
 
@@ -20,9 +21,10 @@ const HOPPER: (i32, i32) = (9, 0);
 const TURING: (i32, i32) = (7, 5);
 
 fn inventory(gpus: &[(i32, i32)], nccl: Result<(u32, u32, u32), &str>) -> Inventory {
-    let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability };
+    let gpu = |&capability: &(i32, i32)| GpuFacts { name: "A card".into(), capability, multiprocessors: 132 };
     let nccl = nccl.map(|version| NcclFacts { version, origin: "libnccl.so.2".into() });
-    Inventory { gpus: gpus.iter().map(gpu).collect(), nccl: nccl.map_err(str::to_owned) }
+    let peers = vec![vec![true; gpus.len()]; gpus.len()];
+    Inventory { gpus: gpus.iter().map(gpu).collect(), peers, nccl: nccl.map_err(str::to_owned) }
 }
 
 fn choose(serve: ServeArgs, found: &Inventory) -> (Result<Devices, String>, Given) {
@@ -138,14 +140,61 @@ fn the_kernels_follow_from_the_cards_and_the_setting() {
     let forced = ServeArgs { gpu_path: Some(GpuPath::Portable), ..ServeArgs::default() };
     assert_eq!(kernels(forced.clone(), &[HOPPER, ADA]).0, Ok(Some(KernelPath::Portable)));
     assert_eq!(kernels(ServeArgs::default(), &[HOPPER]).0, Ok(Some(KernelPath::Hopper)));
-    let refused = kernels(ServeArgs::default(), &[HOPPER, ADA]).0.unwrap_err();
-    assert!(refused.starts_with("gpu-path: ") && refused.contains("--gpus"), "{refused}");
+    let refused = kernels(listed("0,1", false), &[HOPPER, ADA]).0.unwrap_err();
+    assert!(refused.starts_with("gpus: ") && refused.contains("different kernels"), "{refused}");
 }
 
-/// The ranks' configuration on these GPUs; `given` has the other settings.
-fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
+/// Cards whose ranks would fail only after they have loaded.
+#[test]
+fn gpus_that_cannot_form_a_group_have_one_rank() {
+    let ranks = |count: u32| ServeArgs { ranks: Some(count.into()), ..ServeArgs::default() };
+    let three = inventory(&[HOPPER; 3], Ok((2, 28, 9)));
+    let mut no_peers = three.clone();
+    no_peers.peers = (0..3).map(|from| (0..3).map(|to| from == to).collect()).collect();
+    let mut unequal = three.clone();
+    unequal.gpus[0].multiprocessors = 28;
+    unequal.gpus[2].multiprocessors = 114;
+    for (found, apart) in [(no_peers, "no peer access to GPU"), (unequal, "has 28 multiprocessors")] {
+        let (chosen, given) = choose(ServeArgs::default(), &found);
+        assert_eq!(chosen, on_gpus(&[0]));
+        let Source::Default(why) = &given.ranks.1 else { panic!("{:?}", given.ranks) };
+        assert!(why.contains(apart), "{apart:?} is not in {why}");
+        let refused = choose(ranks(2), &found).0.unwrap_err();
+        assert!(refused.starts_with("ranks: is 2, but at most 1") && refused.contains(apart), "{refused}");
+        let refused = choose(listed("0,1", false), &found).0.unwrap_err();
+        assert!(refused.starts_with("gpus: ") && refused.contains(apart), "{refused}");
+        assert_eq!(choose(listed("1", false), &found).0, on_gpus(&[1]));
+        assert_eq!(choose(ranks(1), &found).0, on_gpus(&[0]));
+    }
+    // The last two of three are alike.
+    let mut pair = three;
+    pair.gpus[0].multiprocessors = 28;
+    assert_eq!(choose(ServeArgs::default(), &pair).0, on_gpus(&[1, 2]));
+    assert_eq!(choose(ranks(2), &pair).0, on_gpus(&[1, 2]));
+    assert!(choose(ranks(3), &pair).0.unwrap_err().contains("at most 2"));
+}
+
+#[test]
+fn a_cache_that_the_driver_cannot_write_is_refused_where_kernels_are_compiled() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let with = |cache: &Path, card| {
+        let serve = ServeArgs { gpu_cache_dir: Some(cache.to_owned()), ..ServeArgs::default() };
+        choose(serve, &inventory(&[card], Err("none"))).0.map(|devices| devices.kernels)
+    };
+    let (blackwell, new) = ((12, 0), folder.path().join("new/folder"));
+    assert_eq!(with(&new, blackwell), Ok(Some(KernelPath::Portable)));
+    assert!(new.is_dir());
+    let refused = with(&file.join("in"), blackwell).unwrap_err();
+    assert!(refused.starts_with("gpu-cache-dir: ") && refused.contains("Not a directory"), "{refused}");
+    assert_eq!(with(&file.join("in"), HOPPER), Ok(Some(KernelPath::Hopper)), "nothing is compiled");
+}
+
+/// A machine with a rank on each of these GPUs.
+fn machine_with(gpus: &[u32]) -> Machine {
     let ranks = gpus.len();
-    let machine = Machine {
+    Machine {
         device: DeviceKind::Cuda,
         ranks: ranks as u32,
         sources: ranks as u32,
@@ -157,7 +206,12 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
         shares: (0..ranks).map(|core| vec![core]).collect(),
         nodes: vec![None; ranks],
         spin: Duration::ZERO,
-    };
+    }
+}
+
+/// The ranks' configuration on these GPUs; `given` has the other settings.
+fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
+    let machine = machine_with(gpus);
     let shape = GroupShape {
         ranks: machine.ranks,
         sources: machine.ranks,
@@ -180,6 +234,25 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
 }
 
 #[test]
+fn formats_that_the_portable_kernels_lack_are_refused_in_every_group() {
+    let sizes = |name: &str, kernels, ranks| {
+        let machine = Machine { kernels: Some(kernels), ranks, ..machine_with(&[0]) };
+        let checkpoint = Checkpoint::open_layers(&fixture(name), LayerChoice::All).unwrap();
+        let mut given = Given::merge(&ServeArgs::default(), None).unwrap();
+        Sizes::choose(&mut given, checkpoint.spec(), &machine).map(|_| ()).map_err(|error| error.to_string())
+    };
+    // One GPU rank, alone and with two CPU ranks beside it.
+    for ranks in [1, 3] {
+        for name in ["quantised/deepseek_v3-nvfp4", "quantised/qwen3_moe-mxfp8-library"] {
+            let refused = sizes(name, KernelPath::Portable, ranks).unwrap_err();
+            assert!(refused.contains("the portable kernels do not compute that"), "{refused}");
+            assert_eq!(sizes(name, KernelPath::Hopper, ranks), Ok(()), "{name}");
+        }
+        assert_eq!(sizes("quantised/deepseek_v3-int4", KernelPath::Portable, ranks), Ok(()));
+    }
+}
+
+#[test]
 fn ranks_that_share_a_gpu_get_more_time_and_the_permission_of_nccl() {
     let allows = |config: &ClusterConfig| {
         config.environment.iter().any(|(name, value)| name == "NCCL_MULTI_RANK_GPU_ENABLE" && value == "1")
@@ -192,6 +265,23 @@ fn ranks_that_share_a_gpu_get_more_time_and_the_permission_of_nccl() {
     assert!(!allows(&apart));
     let given = ServeArgs { device_timeout_ms: Some(7000), ..ServeArgs::default() };
     assert_eq!(cluster_on(&[0, 0], given).peer_timeout, Duration::from_secs(7));
+}
+
+/// The GPU rank's loader has most of the weights, and the rank itself one or two cores. CPU ranks are loaded on their own NUMA nodes.
+#[test]
+fn the_loader_of_a_gpu_rank_beside_cpu_ranks_may_use_all_cores() {
+    use expertd_types::Rank;
+    let mut config = cluster_on(&[0], ServeArgs::default());
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0], 1));
+    config.shape.ranks = 3;
+    config.devices = vec![DeviceKind::Cuda, DeviceKind::Cpu, DeviceKind::Cpu];
+    config.cores = vec![vec![0, 1], vec![2, 3, 4, 5, 6], vec![7, 8, 9, 10, 11]];
+    config.usable_cores = 12;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), ((0..12).collect(), 4));
+    assert_eq!((config.loader_cores(Rank(2)), config.loader_threads(Rank(2))), (vec![7, 8, 9, 10, 11], 5));
+    assert_eq!((config.cores[0].len(), config.threads(Rank(0))), (2, 2), "the rank keeps its cores");
+    config.devices[0] = DeviceKind::Cpu;
+    assert_eq!((config.loader_cores(Rank(0)), config.loader_threads(Rank(0))), (vec![0, 1], 2));
 }
 
 #[test]
@@ -233,12 +323,23 @@ fn a_mixed_group_has_one_source_and_cpu_ranks() {
         (of(DeviceKind::Cuda, 2, &[0]), "1,2".to_owned())
     );
     let cpu = ServeArgs { gpu_memory: Some("1GiB".parse().unwrap()), ..ServeArgs::default() };
+    let listed_mixed = |gpus: &str, ranks: Option<&str>| {
+        let device = Some("cuda,cpu".parse().unwrap());
+        let ranks = ranks.map(|ranks| ranks.parse().unwrap());
+        choose(ServeArgs { device, ranks, ..listed(gpus, false) }, &two).0
+    };
+    assert_eq!(listed_mixed("1", Some("1,2")), of(DeviceKind::Cuda, 2, &[1]));
     for (refused, part) in [
         (mixed("cuda,cpu", Some("2,2")).0, "has one cuda rank"),
+        (mixed("cuda,cpu", Some("0,2")).0, "use --ranks 1,2"),
+        (mixed("cpu,cpu", Some("0,2")).0, "is 0,2, but a mixed group has one cpu rank"),
+        (mixed("cpu,cpu", Some("0,0")).0, "has no CPU ranks"),
         (mixed("cuda,cpu", Some("1,8")).0, "at most 8 ranks"),
         (mixed("cuda,cpu", Some("1,0")).0, "has no CPU ranks"),
         (mixed("cuda", Some("1,2")).0, "need --device cuda,cpu"),
         (choose(cpu, &two).0, "gpu-memory: "),
+        (listed_mixed("0,1", None), "gpus: has 2 entries, but a mixed group has one GPU rank"),
+        (listed_mixed("0,1", Some("1,2")), "name one GPU"),
     ] {
         let refused = refused.unwrap_err();
         assert!(refused.contains(part), "{part:?} is not in {refused}");

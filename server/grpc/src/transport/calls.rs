@@ -1,22 +1,21 @@
-//! The layers in front of every call: who calls ([`Authenticate`]), then its charges, deadline and metrics ([`Admit`]).
+//! What happens to every call before its service: its caller is identified, then it is charged and gets its deadline and metrics.
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
 use std::time::Instant;
 
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
 use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
+use hyper::service::Service as _;
+use hyper_util::service::TowerToHyperService;
 use metrics::{Counter, counter};
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tonic::body::Body;
 use tonic::service::Routes;
-use tower::Service;
 
 use super::places::{Origin, Place, Places, Seat, count_end};
 use crate::access::{Access, Peer};
@@ -24,7 +23,7 @@ use crate::bytes::activity::{Activity, ConnectionTimeouts};
 use crate::bytes::body::{AnswerBody, RequestBody, Terms};
 use crate::bytes::budget::{Budget, CALL_BYTES, Charges, Owner};
 use crate::service::call::{Call, deadline};
-use crate::service::description::ModelDescription;
+use crate::service::convert::model_bytes;
 use crate::status::status_of;
 use expertd_core::backend::{Backend, ClientKey, client_key};
 use expertd_core::failure::Failure;
@@ -45,7 +44,7 @@ const DESCRIPTOR_BYTES: usize = 64 << 10;
 
 /// The services of a listener, and the credentials that they require.
 pub(crate) struct Services {
-    pub(super) routes: Routes,
+    pub(super) routes: TowerToHyperService<Routes>,
     pub(super) access: Arc<Access>,
     pub(super) budget: Arc<Budget>,
     /// `None` for the admin listener.
@@ -56,7 +55,6 @@ pub(crate) struct Services {
 pub(crate) struct Public {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) metrics: Arc<RequestMetrics>,
-    pub(super) description: ModelDescription,
     pub(super) closing: CancellationToken,
 }
 
@@ -75,6 +73,7 @@ pub(crate) struct Client {
     services: Arc<Services>,
     peer: Peer,
     activity: Arc<Activity>,
+    timeouts: ConnectionTimeouts,
     places: Arc<Places>,
     /// Owner of calls without an authenticated client.
     owner: Arc<Owner>,
@@ -98,7 +97,6 @@ struct Named {
 }
 
 /// The caller of one call.
-#[derive(Clone)]
 struct CallIdentity {
     key: ClientKey,
     owner: Arc<Owner>,
@@ -112,6 +110,7 @@ impl Client {
         services: &Arc<Services>,
         peer: Peer,
         activity: &Arc<Activity>,
+        timeouts: ConnectionTimeouts,
         places: &Arc<Places>,
         place: &Place,
     ) -> Client {
@@ -122,6 +121,7 @@ impl Client {
             services: Arc::clone(services),
             peer,
             activity: Arc::clone(activity),
+            timeouts,
             places: Arc::clone(places),
             owner: Arc::clone(place.owner()),
             known: Mutex::new(Known::Nobody),
@@ -167,98 +167,26 @@ impl Client {
         let (owner, tokens) = (Arc::clone(named.seat.owner()), Some(named.tokens.clone()));
         Ok(CallIdentity { key: named.key, owner, tokens, name: Some(Arc::clone(&named.name)) })
     }
-}
 
-impl Named {
-    fn new(name: Arc<str>, seat: Seat) -> Named {
-        let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
-        let tokens = counter!(names::CLIENT_TOKENS_TOTAL, "client" => name.to_string());
-        tokens.increment(0);
-        Named { key: client_key(&name), name, seat, calls, tokens }
-    }
-}
-
-type Answer = Result<Response<Body>, Infallible>;
-type AnswerFuture = Pin<Box<dyn Future<Output = Answer> + Send>>;
-
-fn refused(failure: Failure) -> AnswerFuture {
-    let response = status_of(failure).into_http();
-    Box::pin(std::future::ready(Ok(response)))
-}
-
-/// Answers calls without valid credentials, and tells the inner service who calls.
-#[derive(Clone)]
-pub(super) struct Authenticate<S> {
-    inner: S,
-    client: Arc<Client>,
-}
-
-impl<S> Authenticate<S> {
-    pub(super) const fn new(inner: S, client: Arc<Client>) -> Authenticate<S> {
-        Authenticate { inner, client }
-    }
-}
-
-impl<S> Service<Request<Incoming>> for Authenticate<S>
-where
-    S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future = AnswerFuture>,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = AnswerFuture;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, mut request: Request<Incoming>) -> AnswerFuture {
-        match self.client.caller(request.headers()) {
-            Ok(caller) => {
-                request.extensions_mut().insert(caller);
-                self.inner.call(request)
+    /// Answers a call. It is charged before this returns, and its charge is held until the body of the answer has ended.
+    pub(super) fn answer(&self, request: Request<Incoming>) -> impl Future<Output = Answer> + Send + use<> {
+        let caller = self.caller(request.headers());
+        let admitted = caller.and_then(|caller| self.admit(caller, request));
+        async move {
+            match admitted {
+                Ok(answer) => answer.await,
+                Err(failure) => Ok(status_of(failure).into_http()),
             }
-            Err(failure) => refused(failure),
         }
     }
-}
 
-/// Charges calls and their messages, and answers DEADLINE_EXCEEDED.
-#[derive(Clone)]
-pub(super) struct Admit<S> {
-    inner: S,
-    services: Arc<Services>,
-    activity: Arc<Activity>,
-    timeouts: ConnectionTimeouts,
-}
-
-impl<S> Admit<S> {
-    pub(super) const fn new(
-        inner: S,
-        services: Arc<Services>,
-        activity: Arc<Activity>,
-        timeouts: ConnectionTimeouts,
-    ) -> Admit<S> {
-        Admit { inner, services, activity, timeouts }
-    }
-}
-
-impl<S> Service<Request<Incoming>> for Admit<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible, Future: Send + 'static>,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = AnswerFuture;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, mut request: Request<Incoming>) -> AnswerFuture {
+    /// Charges a call and its messages, and passes it to its service. The answer is DEADLINE_EXCEEDED if it is not ready in time.
+    fn admit(
+        &self,
+        caller: CallIdentity,
+        mut request: Request<Incoming>,
+    ) -> Result<impl Future<Output = Answer> + Send + use<>, Failure> {
         let arrived = Instant::now();
-        let Some(caller) = request.extensions_mut().remove::<CallIdentity>() else {
-            return refused(Failure::Unauthenticated("the call has no caller"));
-        };
         let Services { budget, public, access, .. } = &*self.services;
         let path = request.uri().path();
         let (streaming, unary) = (path == FORWARD_STREAM, path == FORWARD);
@@ -267,9 +195,8 @@ where
         let network = public.is_some() && path == NETWORK_SESSION;
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
-            // The size of GetModel's answer changes with the placement.
             Some(public) if path == GET_MODEL => {
-                (public.description.encoded(&public.backend.model()).len(), CONTROL_REQUEST_BYTES)
+                (model_bytes(&public.backend.model()), CONTROL_REQUEST_BYTES)
             }
             _ if network => (DESCRIPTOR_BYTES, NETWORK_REQUEST_BYTES),
             _ if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
@@ -277,7 +204,7 @@ where
             _ => (DESCRIPTOR_BYTES, CONTROL_REQUEST_BYTES),
         };
         let held = CALL_BYTES + answer_bytes + header_bytes(request.headers());
-        let Some(charge) = budget.charge(&caller.owner, 0, held) else { return refused(Failure::NoRoom) };
+        let charge = budget.charge(&caller.owner, 0, held).ok_or(Failure::NoRoom)?;
         let (charge, charges) = (Arc::new(charge), Arc::new(Charges::default()));
         let terms = Terms {
             budget: Arc::clone(budget),
@@ -292,10 +219,7 @@ where
         let mut deadline_at = None;
         let mut of_unary = None;
         if let Some(public) = public {
-            deadline_at = match deadline(request.headers(), arrived) {
-                Ok(deadline) => deadline,
-                Err(failure) => return refused(failure),
-            };
+            deadline_at = deadline(request.headers(), arrived)?;
             let parent = TraceParent::of(request.headers());
             let trace = parent.as_ref().filter(|_| unary).and_then(|parent| parent.begin("Forward", arrived));
             of_unary = unary.then(|| (Arc::clone(&public.metrics), trace.clone()));
@@ -317,8 +241,8 @@ where
         }
         let of_body = Arc::clone(&charges);
         let request = request.map(|body| Body::new(RequestBody::new(body, terms, of_body)));
-        let (answer, activity) = (self.inner.call(request), Arc::clone(&self.activity));
-        Box::pin(async move {
+        let (answer, activity) = (self.services.routes.call(request), Arc::clone(&self.activity));
+        Ok(async move {
             let response = match of_unary {
                 None => answer.await?,
                 Some((metrics, trace)) => {
@@ -334,6 +258,17 @@ where
         })
     }
 }
+
+impl Named {
+    fn new(name: Arc<str>, seat: Seat) -> Named {
+        let calls = counter!(names::CLIENT_CALLS_TOTAL, "client" => name.to_string());
+        let tokens = counter!(names::CLIENT_TOKENS_TOTAL, "client" => name.to_string());
+        tokens.increment(0);
+        Named { key: client_key(&name), name, seat, calls, tokens }
+    }
+}
+
+type Answer = Result<Response<Body>, Infallible>;
 
 /// Bytes of a call's headers, as HTTP/2 counts them for its limit.
 fn header_bytes(headers: &HeaderMap) -> usize {

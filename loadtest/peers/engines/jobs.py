@@ -1,0 +1,150 @@
+"""The process of an engine: measures the cells of its job one after the other and writes a line for each.
+
+An engine is an object with
+
+    version                                  of the engine
+    run(prompts, tokens, logprobs, at_half)  generates greedily and returns a Run; `at_half` is called once half of the tokens are there
+    decode(prompts, tokens)                  seconds of a decode step of all prompts together, the mean of `tokens` steps
+    prefill(prompts)                         seconds until each prompt has its first token
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import traceback
+from dataclasses import dataclass, field
+
+from processes import figures_of, rank_of
+
+
+@dataclass
+class Run:
+    """What was generated.
+
+    Attributes:
+        tokens: of each sequence.
+        logprobs: for each token of each sequence `{token: log-probability}` of the likeliest ones; empty unless asked for.
+        times: when tokens arrived, `(seconds, number of tokens)`, from the beginning of the run.
+    """
+
+    tokens: list
+    logprobs: list = field(default_factory=list)
+    times: list = field(default_factory=list)
+
+
+def prompts_of(job, cell, repetition, count):
+    """Random prompts, the same ones in every mode."""
+    draw = random.Random(f"{job['seed']} {cell['id']} {repetition}")
+    return [draw.choices(range(3, job["vocabulary"]), k=job["prompt"]) for _ in range(count)]
+
+
+def spread(seconds):
+    """Median, smallest, largest and all times in milliseconds."""
+    times = [round(1e3 * one, 4) for one in seconds]
+    return {"median_ms": round(statistics.median(times), 4), "min_ms": min(times), "max_ms": max(times), "times_ms": times}
+
+
+def decode(engine, job, cell):
+    """The first repetition warms up: kernels are compiled and chosen for the batch."""
+    batch = cell["batch"]
+    found = [engine.decode(prompts_of(job, cell, number, batch), job["tokens"]) for number in range(job["repeat"] + 1)]
+    result = spread(found[1:])
+    return result | {"tokens_per_second": round(1e3 * batch / result["median_ms"], 1)}
+
+
+def prefill(engine, job, cell):
+    found = [engine.prefill(prompts_of(job, cell, number, cell["batch"])) for number in range(job["repeat"] + 1)]
+    return spread(found[1:])
+
+
+def tokens(engine, job, cell):
+    """The tokens go to a file, for the comparison; the line says how many sequences are equal in a second run of this engine."""
+    prompts = prompts_of(job, cell, 0, cell["batch"])
+    first, second = (engine.run(prompts, job["tokens"], logprobs=2) for _ in range(2))
+    with open(cell["file"], "w") as out:
+        json.dump({"about": cell["about"], "tokens": first.tokens, "logprobs": first.logprobs}, out)
+    return {"equal_to_itself": sum(a == b for a, b in zip(first.tokens, second.tokens, strict=True))}
+
+
+def kill(engine, job, cell):
+    """Rank 0 is killed once half of the tokens are there. Compares with the same prompts without a fault."""
+    prompts = prompts_of(job, cell, 0, cell["batch"])
+    whole = engine.run(prompts, job["tokens"])
+    killed = {}
+
+    def strike():
+        pid = rank_of(job["service_pid"])
+        if pid is None:
+            raise RuntimeError(f"the service (process {job['service_pid']}) has no rank 0")
+        killed["pid"] = pid
+        os.kill(pid, signal.SIGKILL)
+
+    hit = engine.run(prompts, job["tokens"], at_half=strike)
+    if not killed:
+        raise RuntimeError("the run ended before half of its tokens were there, so that no rank was killed")
+    gaps, later, have = [], [], 0
+    for (before, count), (after, _) in zip(hit.times, hit.times[1:]):
+        have += count
+        gaps.append(after - before)
+        # From the tokens on at which the rank was killed.
+        if have >= len(prompts) * job["tokens"] / 2:
+            later.append(after - before)
+    differences = [next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None) for a, b in zip(whole.tokens, hit.tokens)]
+    return {
+        "pause_ms": round(1e3 * max(later), 1) if later else None,
+        "usual_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
+        "all_tokens": all(len(one) == job["tokens"] for one in hit.tokens),
+        "equal": sum(a == b for a, b in zip(whole.tokens, hit.tokens)),
+        "first_differences": differences,
+    }
+
+
+KINDS = {"decode": decode, "prefill": prefill, "tokens": tokens, "kill": kill}
+
+
+def measure(engine, job, cell):
+    """A cell's figures. What the service computed is counted, so that an engine with its own experts cannot pass for one without."""
+    url = job["metrics_url"]
+    before = figures_of(url) if url else None
+    result = KINDS[cell["kind"]](engine, job, cell)
+    if url:
+        after = figures_of(url)
+        counted = {f"service_{name}": after[name] - before[name] for name in after}
+        if counted["service_rows"] == 0:
+            raise RuntimeError("the service computed no rows: the engine ran its own experts; is the plugin installed?")
+        result |= counted
+    return result
+
+
+def serve_job(path, start):
+    """Runs the cells of the job in a file with the engine that `start(job)` makes. Ends the process.
+
+    Each line says `ready`, which cell begins, or what came out. After an error the process ends: the engine may hold requests, or have ended.
+    """
+    with open(path) as file:
+        job = json.load(file)
+    status = 0
+
+    def report(**line):
+        with open(job["out"], "a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    name = None
+    try:
+        engine = start(job)
+        report(ready=True, version=engine.version, **getattr(engine, "about", {}))
+        for cell in job["cells"]:
+            name = cell["id"]
+            report(begins=name)
+            report(ends=name, **measure(engine, job, cell))
+    except BaseException as error:
+        traceback.print_exc()
+        report(ends=name, error=f"{type(error).__name__}: {error}"[:2000])
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the engine's own clean-up, which can hang; the process that started this one kills what is left.
+    os._exit(status)
