@@ -1,6 +1,7 @@
 //! Huge pages for memory that is being written.
 
 use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -11,6 +12,8 @@ const HUGE_BYTES: u64 = HUGE as u64;
 const WINDOW: usize = 16 * HUGE;
 /// Refusals in a row after which the kernel is not asked again: each may have searched all memory for a huge page.
 const MAX_REFUSALS: u32 = 8;
+/// A call that takes longer counts as a refusal: small pages for a window take about as long.
+const MAX_TIME: Duration = Duration::from_millis(50);
 
 /// Places huge pages where memory is about to be written. Where the kernel has none, the write gets small pages.
 #[derive(Debug)]
@@ -43,8 +46,12 @@ impl HugePages {
                 // The write that follows reports a lack of memory.
                 let _ = rustix::io::pwrite(fd, byte, at);
             }
+            let begun = Instant::now();
             match self.place(fd, first, len) {
-                Ok(()) => (self.bytes, self.refusals) = (self.bytes + len as u64, 0),
+                Ok(()) => {
+                    self.bytes += len as u64;
+                    self.refusals = if begun.elapsed() > MAX_TIME { self.refusals + 1 } else { 0 };
+                }
                 Err(error) => {
                     // Kernels before 6.1 do not support the call, and later ones can be told to deny it.
                     let is_unsupported = error == Errno::INVAL && self.bytes == 0;
