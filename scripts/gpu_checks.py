@@ -66,7 +66,7 @@ ELSEWHERE = {
     "times of several GPUs": "loadtest/peers/gpu_compare.py --ranks 4, and the tables of docs/performance.md",
 }
 # Tests that kill or stop ranks or clients.
-KILLS = ["killed", "chaos", "outlives", "scribbles", "kills"]
+KILLS = ["killed", "chaos", "outlives", "scribbles", "kills", "stop_within", "overtakes"]
 # Tests of what the portable kernels do not have.
 NOT_PORTABLE = ["fp8::"]
 # The shared memory of a block on the smallest cards that the portable kernels support.
@@ -241,8 +241,8 @@ def inventory():
 
 
 def is_portable(cards):
-    """Whether the tests run the portable kernels: because the environment says so, or because of the first card."""
-    return os.environ.get("EXPERTD_GPU_PATH") == "portable" or any(card["capability"] != [9, 0] for card in cards[:1])
+    """Whether tests run the portable kernels: because the environment says so, or because of a card."""
+    return os.environ.get("EXPERTD_GPU_PATH") == "portable" or any(card["capability"] != [9, 0] for card in cards)
 
 
 def are_a_group(cards, peers):

@@ -93,8 +93,8 @@ def test_children_and_theirs_are_killed(tmp_path, grace):
 
 def test_a_command_that_takes_too_long_or_fails_is_told_with_its_output(tmp_path):
     children = processes.Children(tmp_path)
-    with pytest.raises(SystemExit, match="(?s)did not end within 0 s.*begun"):
-        children.run("slow", ["sh", "-c", "echo begun; sleep 100"], 0.4)
+    with pytest.raises(SystemExit, match="(?s)did not end within 3 s.*begun"):
+        children.run("slow", ["sh", "-c", "echo begun; sleep 100"], 3)
     with pytest.raises(SystemExit, match="(?s)failed with 3:.*why"):
         children.run("fails", ["sh", "-c", "echo why; exit 3"], 20)
     assert "EXPERTD_ADDRESS" not in children.run("variables", ["env"], 20, EXPERTD_GATE=None)
@@ -104,10 +104,15 @@ def test_a_command_that_takes_too_long_or_fails_is_told_with_its_output(tmp_path
 def test_a_checkpoint_of_another_shape_is_not_used(tmp_path):
     config = checkpoint.config_of("tiny", 2, 8192)
     assert not checkpoint.whole(tmp_path, config)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(SystemExit, match="has another checkpoint"):
+        checkpoint.whole(tmp_path, config)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert not checkpoint.whole(tmp_path, config), "without its index a checkpoint is not whole"
     (tmp_path / checkpoint.INDEX).write_text("{}")
     assert checkpoint.whole(tmp_path, config)
+    (tmp_path / checkpoint.INDEX).unlink()
     with pytest.raises(SystemExit, match="num_hidden_layers 2 instead of 3"):
         checkpoint.whole(tmp_path, checkpoint.config_of("tiny", 3, 8192))
 

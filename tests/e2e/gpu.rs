@@ -114,7 +114,8 @@ pub(super) fn is_portable() -> bool {
         assert!(output.status.success(), "`expertd inventory` fails: {errors}");
         let inventory: gpu::Inventory = serde_json::from_slice(&output.stdout).unwrap();
         let path = std::env::var(gpu::GPU_PATH).map_or(GpuPath::Auto, |path| path.parse().unwrap());
-        let kernels = inventory.gpus.iter().find_map(|facts| facts.kernels(path));
+        let group = inventory.group(path);
+        let kernels = group.first().and_then(|&gpu| inventory.gpus[gpu as usize].kernels(path));
         kernels.expect("a GPU that ranks can use") == gpu::KernelPath::Portable
     });
     *FOUND

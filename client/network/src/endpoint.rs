@@ -40,7 +40,7 @@ impl Transports {
     fn engine_config(&self) -> String {
         let parts = [
             // By default TCP sends 8 KiB at once. Peers receive 64 KiB.
-            Some("TCP_TX_SEG_SIZE=64k".to_owned()),
+            may_use_tcp().then(|| "TCP_TX_SEG_SIZE=64k".to_owned()),
             self.transports.as_ref().map(|transports| format!("TLS={transports}")),
             self.device.as_ref().map(|device| format!("NET_DEVICES={device}")),
             self.ports.map(|(first, last)| format!("TCP_PORT_RANGE={first}-{last}")),
@@ -48,6 +48,13 @@ impl Transports {
         ];
         parts.into_iter().flatten().collect::<Vec<_>>().join(",")
     }
+}
+
+/// Whether UCX's environment leaves TCP in: UCX warns of settings without a use.
+fn may_use_tcp() -> bool {
+    std::env::var("UCX_TLS").map_or(true, |transports| {
+        transports.starts_with('^') || transports.split(',').any(|one| one == "tcp" || one == "all")
+    })
 }
 
 /// One end of a connection. It belongs to one thread at a time.

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import statistics
@@ -142,7 +143,11 @@ class Comparison:
     def identify(self):
         """Notes the fingerprint of the checkpoint, without which tokens cannot be compared."""
         text = self.children.run("inspect", [expertd.command(), "inspect", "--json", self.args.checkpoint], self.args.start_limit)
-        self.about["weights"] = json.loads(text)["weight_fingerprint"]
+        # The text is the end of a long description.
+        found = re.search(r'"weight_fingerprint": "([^"]+)"', text)
+        if found is None:
+            raise SystemExit(f"`expertd inspect` names no fingerprint: {text}")
+        self.about["weights"] = found[1]
 
     def say(self, line):
         """Prints a line of results and keeps it."""
@@ -370,6 +375,8 @@ def main(args, engine, script, variables, flags=()):
     """Runs all cells. Ends with status 1 if one of them has failed. `variables(job)` and `flags` are those of the engine's process."""
     if args.rounds < 1 or args.repeat < 1 or args.tokens < 2 or args.prompt < 1:
         raise SystemExit("--rounds, --repeat and --prompt must be at least 1, --tokens at least 2")
+    if not planned(args, True):
+        raise SystemExit("there is nothing to run: --batch, --prefill and --compare leave all cells out")
     if args.device == "cuda" and "apart" in args.mode and args.service_gpu == args.engine_gpu:
         raise SystemExit(f"--service-gpu and --engine-gpu are both {args.engine_gpu}; mode apart needs two GPUs, mode shared has one")
     args.session = args.session or ("cuda" if args.device == "cuda" else "host")

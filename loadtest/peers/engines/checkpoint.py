@@ -59,15 +59,17 @@ def sizes(config):
 
 
 def whole(folder, config):
-    """Whether the folder has such a checkpoint. SystemExit if it has another one."""
-    if not (folder / INDEX).exists():
+    """Whether the folder has such a checkpoint. SystemExit if it has another one, or a part of one."""
+    if (folder / "model.safetensors").exists():
+        raise SystemExit(f"{folder} has another checkpoint; name another --checkpoint")
+    if not (folder / "config.json").exists():
         return False
     found = json.loads((folder / "config.json").read_text())
     other = {name: (found.get(name), value) for name, value in config.items() if found.get(name) != value}
     if other:
         differences = ", ".join(f"{name} {mine} instead of {wanted}" for name, (mine, wanted) in other.items())
         raise SystemExit(f"{folder} has a checkpoint with {differences}; name another --checkpoint, or remove it")
-    return True
+    return (folder / INDEX).exists()
 
 
 def write(folder, config, seed, device):

@@ -1,4 +1,4 @@
-"""Child processes with time limits, none of which outlives the program: engines, a service, and a daemon of NVIDIA's MPS."""
+"""Child processes with time limits: engines, a service, and a daemon of NVIDIA's MPS, which alone outlives a killed program."""
 
 import contextlib
 import ctypes
@@ -242,14 +242,14 @@ def mps(folder):
     # It has all GPUs, so that its clients' CUDA_VISIBLE_DEVICES means the same with and without it.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | places
     options = dict(env=environment, timeout=60, capture_output=True, text=True, check=True)
+    daemon = None
     try:
-        subprocess.run([control, "-d"], stdin=subprocess.DEVNULL, **options)
-        os.environ.update(places)
-        daemon = "ours"
-    except (OSError, subprocess.SubprocessError) as error:
-        note(f"there is no MPS daemon, and none can be started: {error}; {getattr(error, 'stderr', None) or ''}")
-        daemon = None
-    try:
+        try:
+            subprocess.run([control, "-d"], stdin=subprocess.DEVNULL, **options)
+            os.environ.update(places)
+            daemon = "ours"
+        except (OSError, subprocess.SubprocessError) as error:
+            note(f"there is no MPS daemon, and none can be started: {error}; {getattr(error, 'stderr', None) or ''}")
         yield daemon
     finally:
         try:

@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "calls the CUDA driver")]
 
 mod calls;
+mod replies;
 mod status;
 mod watch;
 
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 
+use self::replies::Replies;
 use self::watch::Shared;
 use super::control::ControlMemory;
 use super::driver::{Gpu, check};
@@ -61,8 +63,7 @@ pub struct CudaSession {
     memory: DeviceMemory,
     gpu: Arc<Gpu>,
     link: Link,
-    /// Answers to PREPARE frames.
-    replies: Mutex<mpsc::Receiver<Vec<u8>>>,
+    replies: Mutex<Replies>,
     watcher: Option<JoinHandle<()>>,
     opened: OpenedCuda,
     model: Vec<u8>,
@@ -115,7 +116,7 @@ impl CudaSession {
             memory,
             gpu,
             link: Link::new(socket),
-            replies: Mutex::new(replies),
+            replies: Mutex::new(Replies::new(replies)),
             watcher: Some(watcher),
             opened,
             model,

@@ -51,6 +51,10 @@ impl ReloadRules {
         let Some(division) = &self.division else { return Ok(asked) };
         let placement = match asked {
             Some(placement) => placement,
+            None if division.budget.is_none() && division.device == DeviceKind::Cuda => {
+                let problem = "contiguous ranges follow --gpu-memory, without which the service was started; name a placement file";
+                return Err(problem.to_owned());
+            }
             None => division.contiguous(spec).map_err(|problem| format!("--gpu-memory {problem}"))?,
         };
         division.check(spec, &placement).map_err(|problem| format!("the placement {problem}"))?;
@@ -80,9 +84,10 @@ impl ReloadRules {
         {
             return Err(format!(
                 "with this placement the weights on CPUs need {}, and without the present ones {} of memory are available; place fewer \
-                 copies of experts, or more experts on GPUs",
+                 copies of experts{}, or start the service with --skip-memory-check",
                 bytes(new + RESERVE),
-                bytes(left)
+                bytes(left),
+                if self.division.is_some() { ", or more experts on the source rank" } else { "" }
             ));
         }
         let is_available = available.is_none_or(|available| new + RESERVE <= available);
@@ -232,7 +237,7 @@ mod tests {
         expertd_model::synth::write(&SynthConfig::new("olmoe"), folder.path()).unwrap();
         let mut spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
         assert_eq!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], 2, None, 0), None);
-        let exchange = available_memory().unwrap();
+        let exchange = 2 * available_memory().unwrap();
         assert!(lack_of_memory(&spec, &[DeviceKind::Cpu; 2], 2, None, exchange).is_some());
         let large = available_memory().unwrap() / spec.layers[0].as_ref().unwrap().experts.count as u64;
         spec.layers[0].as_mut().unwrap().experts.bytes = large;

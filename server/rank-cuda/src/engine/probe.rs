@@ -154,11 +154,11 @@ fn driver() -> Check {
     }
 }
 
-/// Whether the driver has to compile kernels for any GPU. A GPU that cannot be examined has a check of its own.
+/// Whether the driver has to compile kernels for every GPU: ranks on others run with an older driver, too.
 fn needs_ptx() -> bool {
     let path = gpu_path().unwrap_or_default();
     let count = Device::count().unwrap_or(0);
-    (0..count).any(|gpu| facts_of(gpu).is_ok_and(|facts| facts.needs_ptx(path)))
+    count > 0 && (0..count).all(|gpu| facts_of(gpu).is_ok_and(|facts| facts.needs_ptx(path)))
 }
 
 fn devices() -> Result<Vec<Device>, String> {
@@ -186,12 +186,13 @@ fn exports(devices: &[Device]) -> Check {
 
 /// Which GPUs can have the ranks of one service. One rank runs in any case.
 fn group_of(inventory: &Inventory, path: GpuPath) -> Check {
-    let all: Vec<u32> = (0..inventory.gpus.len() as u32).collect();
+    let runs = |gpu: &u32| inventory.gpus[*gpu as usize].kernels(path).is_some();
+    let all: Vec<u32> = (0..inventory.gpus.len() as u32).filter(runs).collect();
     let group = inventory.group(path);
     let list = group.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     let found = match inventory.apart(&all, path) {
         Some(why) => format!("GPUs {list}; {why}"),
-        None => format!("all {} GPUs", all.len()),
+        None => format!("all {} GPUs that kernels run on", all.len()),
     };
     Check::new("group", group.len() == all.len(), found, GROUP_NEEDED)
         .way_out("ranks use these GPUs unless --gpus lists others; other services can use the rest (`nvidia-smi topo -m`)")

@@ -105,8 +105,8 @@ impl CudaSession {
     /// ids need [`prepare_routed`](Self::prepare_routed).
     ///
     /// # Errors
-    /// [`SessionError::NotPrepared`] with the reason why calls are refused, [`SessionError::TimedOut`], after which the session has
-    /// ended, or the session's end. None of `calls` can be used then, but those of earlier frames (1024 each) count towards the limit of
+    /// [`SessionError::NotPrepared`] with the reason why calls are refused, [`SessionError::TimedOut`], or the session's end. None of
+    /// `calls` can be used then, but those of earlier frames (1024 each), and of one that is answered late, count towards the limit of
     /// prepared calls.
     pub fn prepare(&self, calls: &[PreparedCall]) -> Result<Vec<Prepared>, SessionError> {
         if let Some(index) = calls.iter().position(|call| RoutingLayout::new(call.flags, 1, 1).bytes > 0) {
@@ -173,13 +173,16 @@ impl CudaSession {
     ) -> Result<Vec<Prepared>, SessionError> {
         let dtypes: Vec<DType> = calls.iter().map(|call| dtype(call.dtype)).collect::<Result<_, _>>()?;
         self.link.check_process()?;
-        let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         let mut prepared = Vec::with_capacity(calls.len());
         for part in calls.chunks(MAX_PREPARE_FRAME / size_of::<PreparedCall>()) {
             self.shared.check()?;
             let broke = |error: std::io::Error| SessionError::Ended { reason: error.to_string() };
             socket::send(self.link.socket(), frame::PREPARE, bytemuck::cast_slice(part)).map_err(broke)?;
-            let reply = self.shared.reply(&replies, &self.link, self.timeout)?;
+            replies.sent();
+            let reply = replies.last(self.timeout).ok_or_else(|| {
+                self.shared.check().err().unwrap_or(SessionError::TimedOut { waited: self.timeout })
+            })?;
             let head = reply.get(..size_of::<PrepareReply>()).unwrap_or(&[]);
             let head: PrepareReply =
                 socket::record(head).map_err(|error| SessionError::Protocol(error.to_string()))?;

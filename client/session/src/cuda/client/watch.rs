@@ -2,12 +2,12 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::status::CallFailure;
-use crate::client::{Link, SessionError};
+use crate::client::SessionError;
 use crate::cuda::control::ControlMemory;
 use crate::cuda::wire::PENDING;
 use crate::socket;
@@ -67,22 +67,6 @@ impl Shared {
             return Ok(());
         }
         Err(SessionError::Ended { reason: self.reason() })
-    }
-
-    /// The answer to a PREPARE frame. Answers have no numbers, and a late one would be taken for that of the next frame: without an
-    /// answer within `timeout` the session ends.
-    pub(super) fn reply(
-        &self,
-        replies: &Receiver<Vec<u8>>,
-        link: &Link,
-        timeout: Duration,
-    ) -> Result<Vec<u8>, SessionError> {
-        replies.recv_timeout(timeout).map_err(|_| {
-            let error = self.check().err().unwrap_or(SessionError::TimedOut { waited: timeout });
-            self.end(format!("the service has not answered calls to prepare within {timeout:?}"));
-            link.end_session();
-            error
-        })
     }
 
     fn doorbell(&self, doorbell: u32) -> Result<&WatchedDoorbell, SessionError> {

@@ -315,7 +315,7 @@ impl Found {
             return Err(value(
                 "ranks",
                 format!(
-                    "is {ranks}, but at most {} of the GPUs can be in one group: {apart}; lower ranks, or leave it out",
+                    "is {ranks}, but {} GPUs were found to form a group: {apart}; lower ranks, leave it out, or list GPUs with --gpus",
                     group.len()
                 ),
             ));

@@ -196,18 +196,3 @@ fn a_handler_is_called_once_the_service_has_failed_a_call() {
     pair.kill();
     until("the handler", || !OTHERS.lock().unwrap().is_empty());
 }
-
-#[test]
-fn an_answer_to_prepare_that_is_late_ends_the_session() {
-    let pair = Pair::new();
-    let (client, service) = UnixStream::pair().unwrap();
-    let (answers, replies) = mpsc::channel();
-    let link = Link::new(client);
-    answers.send(b"first".to_vec()).unwrap();
-    assert_eq!(pair.client.reply(&replies, &link, Duration::from_secs(60)).unwrap(), b"first");
-    assert!(!pair.has_ended());
-    let late = pair.client.reply(&replies, &link, Duration::from_millis(1));
-    assert!(matches!(late, Err(SessionError::TimedOut { .. })), "{late:?}");
-    assert!(pair.has_ended());
-    assert!(socket::receive(&service, 4096).unwrap().is_none(), "the service is told");
-}
