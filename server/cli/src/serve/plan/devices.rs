@@ -315,7 +315,7 @@ impl Found {
             return Err(value(
                 "ranks",
                 format!(
-                    "is {ranks}, but {} GPUs were found to form a group: {apart}; lower ranks, leave it out, or list GPUs with --gpus",
+                    "is {ranks}, but the largest group of GPUs that was found has {}: {apart}; lower ranks, leave it out, or list GPUs with --gpus",
                     group.len()
                 ),
             ));

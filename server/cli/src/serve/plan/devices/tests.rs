@@ -160,7 +160,11 @@ fn gpus_that_cannot_form_a_group_have_one_rank() {
         let Source::Default(why) = &given.ranks.1 else { panic!("{:?}", given.ranks) };
         assert!(why.contains(apart), "{apart:?} is not in {why}");
         let refused = choose(ranks(2), &found).0.unwrap_err();
-        assert!(refused.starts_with("ranks: is 2, but at most 1") && refused.contains(apart), "{refused}");
+        assert!(
+            refused.starts_with("ranks: is 2, but the largest group of GPUs that was found has 1")
+                && refused.contains(apart),
+            "{refused}"
+        );
         let refused = choose(listed("0,1", false), &found).0.unwrap_err();
         assert!(refused.starts_with("gpus: ") && refused.contains(apart), "{refused}");
         assert_eq!(choose(listed("1", false), &found).0, on_gpus(&[1]));
@@ -171,7 +175,7 @@ fn gpus_that_cannot_form_a_group_have_one_rank() {
     pair.gpus[0].multiprocessors = 28;
     assert_eq!(choose(ServeArgs::default(), &pair).0, on_gpus(&[1, 2]));
     assert_eq!(choose(ranks(2), &pair).0, on_gpus(&[1, 2]));
-    assert!(choose(ranks(3), &pair).0.unwrap_err().contains("at most 2"));
+    assert!(choose(ranks(3), &pair).0.unwrap_err().contains("found has 2"));
 }
 
 #[test]
