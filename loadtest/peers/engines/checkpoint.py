@@ -60,7 +60,7 @@ def sizes(config):
 
 def whole(folder, config):
     """Whether the folder has such a checkpoint. SystemExit if it has another one, or a part of one."""
-    if (folder / "model.safetensors").exists():
+    if (folder / "model.safetensors").exists() and not (folder / INDEX).exists():
         raise SystemExit(f"{folder} has another checkpoint; name another --checkpoint")
     if not (folder / "config.json").exists():
         return False
