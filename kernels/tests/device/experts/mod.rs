@@ -24,7 +24,7 @@ const TOLERANCE: f64 = 1e-2;
 /// The same of FP8 products, against a reference that quantises, too. The scale of a group of h can differ by the last bit of a bf16,
 /// and codes by more than one with it.
 const TOLERANCE_FP8: f64 = 2e-2;
-/// The same of INT4, against the better of two references ([`rounds_elements`]). Scales that are rounded, too, differ by more from both.
+/// The same of INT4, against the better of two references ([`rounds_elements`]). A kernel that also rounds scales is further from both.
 const TOLERANCE_INT4: f64 = 7e-3;
 
 fn tolerance(format: i32) -> f64 {

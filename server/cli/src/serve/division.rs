@@ -21,14 +21,19 @@ pub(crate) struct Division {
 
 impl Division {
     /// The placement of contiguous ranges: the source has as many of each layer's first experts as its budget allows, equally many of
-    /// every layer, and the CPU ranks share the others. Without a budget all ranks have equal parts.
+    /// every layer, and the CPU ranks share the others. Without a budget ranks on CPUs have equal parts.
     ///
     /// # Errors
-    /// If the budget is too small.
+    /// If the budget is too small, or a source on a GPU has none. The text continues the name `gpu-memory`.
     pub(crate) fn contiguous(&self, spec: &ModelSpec) -> Result<ExpertPlacement, String> {
         let &Division { device, products, budget, workers } = self;
         if let Some(budget) = budget {
             return by_memory(spec, device, products, budget, workers);
+        }
+        if device == DeviceKind::Cuda {
+            let problem = "is not given; say how much of the GPU's memory weights may take (such as 40GiB), or which rank owns which \
+                           expert (--placement)";
+            return Err(problem.to_owned());
         }
         let contiguous = |moe: &MoeLayer| LayerPlacement::contiguous(moe.experts.count, workers + 1);
         let layers = spec.moe_layers().map(|(layer, moe)| (layer, contiguous(moe)));
@@ -147,6 +152,9 @@ mod tests {
             Division { device: DeviceKind::Cpu, products: Fp8Products::NONE, budget: None, workers: 1 };
         assert_eq!(division.check(&spec, &placement(&[7])), Ok(()));
         assert!(division.check(&spec, &placement(&[])).unwrap_err().contains("rank 0"));
+        assert!(division.contiguous(&spec).is_ok());
+        let on_gpu = Division { device: DeviceKind::Cuda, ..division };
+        assert!(on_gpu.contiguous(&spec).unwrap_err().starts_with("is not given"));
     }
 
     #[test]

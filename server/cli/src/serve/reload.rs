@@ -51,10 +51,6 @@ impl ReloadRules {
         let Some(division) = &self.division else { return Ok(asked) };
         let placement = match asked {
             Some(placement) => placement,
-            None if division.budget.is_none() && division.device == DeviceKind::Cuda => {
-                let problem = "contiguous ranges follow --gpu-memory, without which the service was started; name a placement file";
-                return Err(problem.to_owned());
-            }
             None => division.contiguous(spec).map_err(|problem| format!("--gpu-memory {problem}"))?,
         };
         division.check(spec, &placement).map_err(|problem| format!("the placement {problem}"))?;

@@ -190,10 +190,10 @@ settings! {
     /// JSON file with the experts that each rank owns, as `expertd rebalance` prints it [default: contiguous ranges]
     placement: PathBuf = None, env "EXPERTD_PLACEMENT", in "Model and weights";
     /// Number of expert ranks, 1 to 8; each is a process. With --device cuda,cpu: 1,CPU_RANKS [default: one per NUMA node on CPU, one per
-    /// GPU of the default of --gpus on CUDA]
+    /// GPU of the largest group on CUDA (see --gpus)]
     ranks: RankNumbers = None, env "EXPERTD_RANKS", in "Ranks and devices";
-    /// The GPU of each rank, comma-separated, as CUDA numbers the GPUs that this process may use; implies --ranks [default: the largest group of
-    /// equal GPUs that reach each other]
+    /// The GPU of each rank, comma-separated, as CUDA numbers the GPUs that this process may use; implies --ranks [default: the
+    /// largest group of equal GPUs that reach each other]
     gpus: String = None, env "EXPERTD_GPUS", in "Ranks and devices";
     /// Allow --gpus to name a GPU for several ranks, which is for tests: their kernels take turns; needs NCCL 2.30 [default: false]
     share_gpu: bool = Some(false), env "EXPERTD_SHARE_GPU", in "Ranks and devices", arg(num_args = 0..=1, default_missing_value = "true");

@@ -5,7 +5,6 @@ use super::machine::Machine;
 use super::values::value;
 use crate::serve::division::Division;
 use crate::serve::settings::Given;
-use expertd_ipc::control::DeviceKind;
 use expertd_model::ModelSpec;
 use expertd_types::ExpertPlacement;
 
@@ -24,11 +23,5 @@ pub(super) fn division(given: &Given, machine: &Machine) -> Option<Division> {
 /// # Errors
 /// If `gpu-memory` is missing or too small.
 pub(super) fn choose(spec: &ModelSpec, division: &Division) -> Result<ExpertPlacement, PlanError> {
-    if division.budget.is_none() && division.device == DeviceKind::Cuda {
-        return Err(value(
-            "gpu-memory",
-            "is not given; say how much of the GPU's memory weights may take (such as 40GiB), or which rank owns which expert (--placement)",
-        ));
-    }
     division.contiguous(spec).map_err(|problem| value("gpu-memory", problem))
 }
