@@ -120,13 +120,12 @@ class Service:
         command = [args.programs / "expertd-loadtest", *reach, "--tokens", rows, "--quiet", "--json", "-"]
         command += ["--warm-up", args.warm_up, "--duration", args.seconds, *options]
         log, busy = [], []
-        # The first calls and the end of the program are not counted.
-        watch = lambda program: busy.append(Busy(program, self.process.pid, args.warm_up + 0.2))
+        watch = lambda program: busy.append(Busy(program, self.process.pid))
         patience = 60 + args.warm_up + args.seconds
         out = quiet(command, patience, log, watch, env=self.environment, preexec_fn=on(args.client_cores))
         if way == "network" and out:
             check_transports(self.text() + log[0])
-        return json.loads(out) | {"busy_cores": busy[0].cores()} if out else None
+        return json.loads(out) | {"busy_cores": busy[0].cores(0.9 * args.seconds)} if out else None
 
     def end(self):
         self.process.send_signal(signal.SIGTERM)
@@ -142,14 +141,13 @@ class Busy(threading.Thread):
 
     PERIOD = 0.05
 
-    def __init__(self, program, service, begin):
+    def __init__(self, program, service):
         super().__init__(daemon=True)
-        self.program, self.service, self.begin = program, service, begin
+        self.program, self.service = program, service
         self.samples, self.roles = [], {}
         self.start()
 
     def run(self):
-        time.sleep(self.begin)
         while self.program.poll() is None:
             children = pathlib.Path(f"/proc/{self.service}/task").glob("*/children")
             pids = [self.service, *(int(pid) for one in children for pid in one.read_text().split())]
@@ -158,15 +156,17 @@ class Busy(threading.Thread):
             self.samples.append((time.monotonic(), times))
             time.sleep(self.PERIOD)
 
-    def cores(self):
-        """How many cores each role keeps busy."""
-        samples = [(at, times) for at, times in self.samples if None not in times.values()]
-        if len(samples) < 2:
-            return {}
-        (begin, first), (end, last) = samples[0], samples[-1]
+    def cores(self, seconds):
+        """How many cores each role keeps busy in the last `seconds`, in which the program measures: before that it opens its sessions."""
+        end = max((at for at, _ in self.samples), default=0)
+        of_process = {}
+        for at, times in self.samples:
+            for process, busy in times.items():
+                if busy is not None and at >= end - seconds:
+                    of_process.setdefault(process, []).append((at, busy))
         found = {}
-        for (role, pid), seconds in last.items():
-            found[role] = found.get(role, 0) + (seconds - first.get((role, pid), 0)) / (end - begin)
+        for (role, _), [(begin, first), *_, (end, last)] in ((one, all) for one, all in of_process.items() if len(all) > 1):
+            found[role] = found.get(role, 0) + (last - first) / (end - begin)
         return found
 
 
