@@ -66,9 +66,11 @@ impl Wire {
                     continue;
                 }
                 let delay = self.delay_us.load(Ordering::Relaxed);
-                let delay = Duration::from_micros(delay + if delay > 0 { random.random_range(0..delay) } else { 0 });
+                let delay =
+                    Duration::from_micros(delay + if delay > 0 { random.random_range(0..delay) } else { 0 });
                 // Packets do not overtake each other.
-                let due = waiting.back().map_or_else(Instant::now, |(due, _)| *due).max(Instant::now() + delay);
+                let due =
+                    waiting.back().map_or_else(Instant::now, |(due, _)| *due).max(Instant::now() + delay);
                 if delay.is_zero() && waiting.is_empty() {
                     let _ = to.write(&packet[..bytes]);
                 } else {
@@ -90,7 +92,9 @@ impl Wire {
 /// The ports of a packet of IPv4 that is one of TCP or UDP.
 fn ports(packet: &[u8]) -> [u32; 2] {
     let head = packet.first().map_or(0, |byte| usize::from(byte & 15) * 4);
-    let word = |at: usize| packet.get(at..at + 2).map_or(0, |word| u32::from(u16::from_be_bytes([word[0], word[1]])));
+    let word = |at: usize| {
+        packet.get(at..at + 2).map_or(0, |word| u32::from(u16::from_be_bytes([word[0], word[1]])))
+    };
     [word(head), word(head + 2)]
 }
 
@@ -99,7 +103,12 @@ fn ports(packet: &[u8]) -> [u32; 2] {
 fn device(name: &str) -> File {
     const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
     const TUN_WITHOUT_HEADERS: u16 = 0x1001;
-    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun").unwrap();
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open("/dev/net/tun")
+        .unwrap();
     let mut request = [0_u8; 40];
     request[..name.len()].copy_from_slice(name.as_bytes());
     request[16..18].copy_from_slice(&TUN_WITHOUT_HEADERS.to_ne_bytes());

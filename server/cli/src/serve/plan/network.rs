@@ -33,7 +33,9 @@ pub(super) fn config(given: &Given, insecure: bool) -> Result<Option<NetworkConf
     if let Some(first) = device.as_deref().and_then(|device| listening_address(device, ip))
         && first != ip.to_canonical()
     {
-        return Err(wrong(format!("is not the first address of its device, at which UCX listens; use {first}")));
+        return Err(wrong(format!(
+            "is not the first address of its device, at which UCX listens; use {first}"
+        )));
     }
     // Memory that processes of one host share belongs to host sessions.
     let transports = Some("^sm".to_owned());
