@@ -10,7 +10,6 @@
 //! `docs/network.md` says how they are used and what is trusted.
 
 mod client;
-mod devices;
 mod endpoint;
 mod library;
 mod live;
@@ -22,8 +21,8 @@ pub mod wire;
 use std::hash::{BuildHasher as _, RandomState};
 
 pub use client::{ClientEnd, Opened};
-pub use devices::{device_of, listening_address};
 pub use endpoint::{Card, Endpoint, Transports};
+pub use expertd_session::devices::{device_of, listening_address};
 pub use library::{Library, NetworkError, TRIED, VARIABLE};
 pub use live::End;
 pub use probe::probe;

@@ -59,22 +59,20 @@ impl Relay {
     }
 
     /// Whether many bytes are under way.
-    #[must_use]
     pub fn is_moving(&self) -> bool {
         self.is_receiving || self.endpoint.is_sending()
     }
 
-    /// Sends a message that asks nothing.
+    /// Sends a message that asks nothing; fails as [`Endpoint::send`].
     ///
     /// # Errors
-    /// If the peer is gone, or has acknowledged nothing for a while.
+    /// If the peer is gone.
     pub fn send_alive(&mut self) -> Result<(), NetworkError> {
         self.endpoint.send(&[], bytemuck::bytes_of(&ALIVE_MESSAGE))
     }
 }
 
 /// Whether a message says that many bytes are being written.
-#[must_use]
 pub fn is_coming(message: &[u8]) -> bool {
     message == bytemuck::bytes_of(&COMING_MESSAGE)
 }

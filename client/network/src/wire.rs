@@ -20,13 +20,11 @@ pub const INLINE_BYTES: usize = 64 << 10;
 
 const REQUEST: u32 = 1;
 const COMPLETION: u32 = 2;
-const ALIVE: u32 = 3;
-const COMING: u32 = 4;
 
 /// A client's message that asks nothing and has no answer. A transport notices that a connection is broken when it has bytes to send.
-pub const ALIVE_MESSAGE: Head = Head { kind: ALIVE, inline_bytes: 0 };
+pub const ALIVE_MESSAGE: Head = Head { kind: 3, inline_bytes: 0 };
 /// Says that many bytes are being written: a transport takes them in only while it is polled.
-pub const COMING_MESSAGE: Head = Head { kind: COMING, inline_bytes: 0 };
+pub const COMING_MESSAGE: Head = Head { kind: 4, inline_bytes: 0 };
 
 /// Head of every notification.
 #[repr(C)]

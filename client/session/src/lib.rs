@@ -29,6 +29,7 @@
 
 pub mod client;
 pub mod cuda;
+pub mod devices;
 pub mod memory;
 pub mod socket;
 pub mod wire;
