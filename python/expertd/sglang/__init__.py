@@ -15,7 +15,7 @@ __all__ = ["register"]
 
 # Version and what it was tried on.
 TRIED = {
-    "0.5.17": "its modules on a processor, no model was run",
+    "0.5.17": "one H200, CUDA sessions in SGLang's CUDA graphs",
     "0.5.23": "its modules on a processor, no model was run",
 }
 
