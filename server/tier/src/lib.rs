@@ -21,6 +21,7 @@
 #![allow(unsafe_code, reason = "makes slices of shared memory while the protocol assigns it to this rank")]
 
 mod layout;
+pub mod slots;
 mod source;
 mod worker;
 
