@@ -34,7 +34,7 @@ use std::time::Duration;
 use expertd_types::{ExpertId, LayerId, Sequence};
 
 use self::bucket::Bucket;
-use self::layer::{ExpertSlot, LayerCache, State};
+use self::layer::{LayerCache, State};
 
 /// Most steps in flight at a time: each has a bit in a word.
 pub const MAX_STEPS_IN_FLIGHT: usize = 64;

@@ -14,7 +14,7 @@ const LAYER: LayerId = LayerId(0);
 /// Steps before hits are counted.
 const WARM_UP: u64 = 500;
 /// Draws that are counted, about.
-const DRAWS: u64 = 60_000;
+const DRAWS: u64 = 100_000;
 
 /// Keeps the experts that were used last. It loads every miss at once.
 struct Lru {
@@ -59,7 +59,7 @@ fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
             sequence.next_token(TOP_K, &mut uniform).iter().for_each(|&expert| rows[expert as usize] += 1);
         }
         let mut used: Vec<usize> = (0..EXPERTS).filter(|&expert| rows[expert] > 0).collect();
-        cache.launched(LAYER, Sequence(step)).unwrap();
+        cache.launched(LAYER, Sequence(step)).expect("one step is in flight");
         if step >= WARM_UP {
             let hits = |is_held: &dyn Fn(usize) -> bool| -> u64 {
                 used.iter().filter(|&&expert| is_held(expert)).map(|&expert| u64::from(rows[expert])).sum()
@@ -75,7 +75,7 @@ fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
         cache.observe(LAYER, &rows);
         for upload in cache.propose(LAYER, Duration::from_millis(step)).to_vec() {
             uploads += u64::from(step >= WARM_UP);
-            cache.loaded(upload).unwrap();
+            cache.loaded(upload).expect("an upload in progress");
         }
     }
     let percent = |hits| 100.0 * hits as f64 / all as f64;
