@@ -51,6 +51,12 @@ pub struct BenchArgs {
     /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
     #[arg(long, value_name = "SIZE")]
     pub gpu_memory: Option<MemorySize>,
+    /// With --device cuda,cpu: part of --gpu-memory for copies of experts of CPU ranks, as in `serve`
+    #[arg(long, value_name = "SIZE")]
+    pub slot_memory: Option<MemorySize>,
+    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU, as in `serve`
+    #[arg(long, value_name = "ROWS")]
+    pub stream_rows: Option<usize>,
     /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
@@ -150,6 +156,8 @@ impl BenchArgs {
             model: self.folder.clone().or_else(|| self.model.clone()),
             ranks: Some(self.rank_numbers()),
             gpu_memory: self.gpu_memory,
+            slot_memory: self.slot_memory,
+            stream_rows: self.stream_rows,
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),
             device: self.device,

@@ -192,8 +192,13 @@ fn tiers(plan: &ServePlan) -> String {
             cluster.device()
         );
     }
+    let streamed = match cluster.stream_rows {
+        usize::MAX => String::new(),
+        rows => format!("; rank 0 computes all experts of steps of {rows} rows and more"),
+    };
     format!(
-        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory",
+        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory\
+         {streamed}",
         bytes(on_cpus),
     )
 }

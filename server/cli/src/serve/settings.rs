@@ -202,6 +202,12 @@ settings! {
     device: Kinds = None, env "EXPERTD_DEVICE", in "Ranks and devices";
     /// With --device cuda,cpu: memory for weights on the GPU, such as 40GiB; it gets as many of each layer's first experts as fit
     gpu_memory: MemorySize = None, env "EXPERTD_GPU_MEMORY", in "Ranks and devices";
+    /// With --device cuda,cpu: part of --gpu-memory for copies of those experts of CPU ranks that are used most, such as 20GiB; they change
+    /// while the service runs [default: none]
+    slot_memory: MemorySize = None, env "EXPERTD_SLOT_MEMORY", in "Ranks and devices";
+    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU and computed there; 0: none
+    /// are [default: where the copies take less time than the CPUs]
+    stream_rows: usize = None, env "EXPERTD_STREAM_ROWS", in "Ranks and devices";
     /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
     /// ones everywhere [default: auto]
     gpu_path: GpuPath = None, env "EXPERTD_GPU_PATH", in "Ranks and devices";
@@ -374,7 +380,7 @@ mod tests {
             got.shown().iter().map(|s| format!("{}={}", s.name, s.value.as_deref().unwrap_or("-"))).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_memory=- gpu_path=- gpu_cache_dir=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_memory=- slot_memory=- stream_rows=- gpu_path=- gpu_cache_dir=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
              session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \

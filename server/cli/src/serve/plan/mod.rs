@@ -129,6 +129,8 @@ impl ServePlan {
         // Before the fingerprint, which may read all weights.
         let division = split::division(&given, &machine);
         let placement = placement(&given, &spec, &machine, division.as_ref())?;
+        let (stream_rows, slot_bytes) =
+            (split::stream_rows(&mut given, &spec, &machine), split::slot_bytes(&given));
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
         let timeouts = Timeouts::of(&mut given, gpu::is_shared(&machine.gpus))?;
         if given.admin_listen.0.is_none() {
@@ -153,7 +155,11 @@ impl ServePlan {
         let description = serde_json::to_value(&spec).unwrap_or_default();
         Ok(ServePlan {
             model,
-            cluster: cluster(machine, shape, &timeouts, checkpoint, description, given.max_weight_bytes.0),
+            cluster: ClusterConfig {
+                stream_rows,
+                slot_bytes,
+                ..cluster(machine, shape, &timeouts, checkpoint, description, given.max_weight_bytes.0)
+            },
             scheduler,
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
@@ -286,6 +292,8 @@ fn cluster(
         liveness_timeout: timeouts.liveness,
         forming_timeout: timeouts.forming,
         step_timeout: timeouts.step,
+        stream_rows: usize::MAX,
+        slot_bytes: 0,
         environment,
         gpus,
     }
