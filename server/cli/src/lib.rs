@@ -19,6 +19,7 @@ pub mod inventory;
 pub mod loader;
 mod mps;
 pub mod network_agent;
+mod predict;
 pub mod rank;
 pub mod rebalance;
 pub mod reload;

@@ -12,7 +12,8 @@
 //!
 //! # Invariants
 //!
-//! The simulation in `tests/slots` checks each of them with steps that overlap, copies that come late or fail, and reloads.
+//! The simulation in `tests/slots` checks the first seven with steps that overlap, copies that come late or fail, and reloads;
+//! `tests/allocations.rs` checks the memory of the eighth.
 //!
 //! 1. *A slot that a copy may write has no reader*: between a proposal and its report no step is in flight that was launched with a
 //!    table that names the slot.

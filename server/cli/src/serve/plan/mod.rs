@@ -26,6 +26,7 @@ use super::layers;
 use super::reload::ReloadRules;
 use super::settings::{Given, SettingsError, Shown, Source};
 use crate::admin::default_admin_address;
+use crate::predict::MemoryRates;
 use expertd_core::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
 use expertd_core::cluster::ClusterConfig;
 use expertd_core::steps::{ReloadPlanner, SchedulerConfig};
@@ -96,6 +97,8 @@ pub struct ServePlan {
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
+    /// Rates by which the time of steps of a mixed group is predicted.
+    pub memory_rates: MemoryRates,
 }
 
 impl ServePlan {
@@ -172,6 +175,7 @@ impl ServePlan {
             connections,
             window_bytes,
             channel_bytes,
+            memory_rates: given.memory_rates.0.unwrap_or_default(),
             shown: given.shown(),
             skip_memory_check,
             spec,
@@ -203,7 +207,9 @@ impl ServePlan {
                 Some(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        let found = format!("{needed} MiB, and {available} MiB of memory are available");
+        let missing = needed.saturating_sub(available);
+        let found =
+            format!("{needed} MiB, and {available} MiB of memory are available: {missing} MiB are missing");
         Err(match placement {
             Some(_) if self.cluster.shape.is_mixed() => value(
                 "model",
