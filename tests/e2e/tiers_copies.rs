@@ -248,5 +248,4 @@ async fn slots_change_under_load_and_faults() {
     let flags = ["--device", "cuda,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", "200K"];
     let service = Service::start_checkpoint(Path::new(&model), 3, &[&flags[..], &STREAMED].concat(), &[]);
     crate::tiers::faults_are_unseen(&service).await;
-    crate::tiers::placements_come_in(&service, 2, &mut rng).await;
 }

@@ -255,6 +255,8 @@ fn panels_of_cpu_ranks_become_those_of_the_loader() {
                                 source_format,
                                 ..RepackParams::default()
                             };
+                            // A copy from memory that is not pinned may end after its call.
+                            device.synchronize().unwrap();
                             // SAFETY: both matrices have the sizes that the parameters say.
                             unsafe { repack(&params, stream.raw()) }.unwrap();
                             stream.synchronize().unwrap();

@@ -59,7 +59,7 @@ struct Memory {
     pinned: Arc<AtomicUsize>,
 }
 
-/// The memory of all CPU ranks.
+/// The memory of all CPU ranks; none of it if one cannot be mapped for the device.
 pub(in crate::engine) struct HostExperts {
     memories: Vec<Memory>,
     /// `[layers]`; `None` for layers without experts on CPU ranks, and those whose experts cannot be copied.
@@ -73,9 +73,16 @@ impl HostExperts {
     pub(in crate::engine) fn map(joining: &mut Joining<'_>, spec: &ModelSpec) -> Result<Self, Failure> {
         let RankSetup { shape, fingerprint, .. } = joining.setup;
         let group = (shape.ranks as usize, shape.sources as usize);
-        let mut held = Vec::new();
+        let (mut held, mut memories) = (Vec::new(), Vec::new());
         for rank in shape.sources..shape.ranks {
             let fd = joining.next_fd("the weights of CPU ranks")?;
+            match SealedMemory::map_for_device(&fd) {
+                Ok(mapped) => memories.push(Memory { mapped, pinned: Arc::default() }),
+                Err(error) => tracing::warn!(
+                    %error,
+                    "the memory of CPU ranks cannot be mapped for the GPU, which needs Linux 6.7 or newer: no expert is copied there"
+                ),
+            }
             held.push(HeldExperts::map(fd, Rank(rank), group, fingerprint).map_err(setup_failure)?);
         }
         let layers = (0..spec.layers.len() as u32).map(|layer| HostLayer::of(&held, LayerId(layer)));
@@ -110,7 +117,8 @@ impl HostExperts {
     /// Whether a layer's experts are pinned.
     pub(super) fn is_pinned(&self, layer: &HostLayer) -> bool {
         layer.experts.iter().all(|expert| {
-            self.memories[expert.memory].pinned.load(Ordering::Acquire) >= expert.at + layer.bytes
+            let memory = self.memories.get(expert.memory);
+            memory.is_some_and(|memory| memory.pinned.load(Ordering::Acquire) >= expert.at + layer.bytes)
         })
     }
 
