@@ -7,7 +7,7 @@ Synthesises a checkpoint of Qwen3-30B-A3B's shape, serves it, and runs `expertd-
 
 * walk:  one batch of sequences walks through all layers in order, as an engine decodes; model steps per second. With --peers, PyTorch and
          Triton walk through as many layers in one process afterwards, in a CUDA graph, when the service has ended.
-* calls: one call at a time; latency, the part from gate to combine, what is beyond it, and the processor time of all processes. With
+* calls: one call at a time; latency, the part from gate to combine, what is beyond it, and the processor time of each process in a call. With
          --nixl network sessions over TCP on loopback as well, and the bare transport (client/network/examples/bare.rs).
 * many:  2048 rows per rank through sessions, one call at a time and three in flight.
 
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -31,20 +32,25 @@ WAYS = ["grpc", "host", "cuda", "network"]
 MANY = 2048
 
 
-def quiet(command, patience, log=None, **options):
-    """Runs a command; returns its output, or None if it fails, which is reported. `log` is a list for what it writes to stderr."""
+def quiet(command, patience, log=None, watch=None, **options):
+    """Runs a command; returns its output, or None if it fails, which is reported. `log` is a list for what it writes to stderr, `watch` is
+    called with the running program."""
     command = [str(word) for word in command]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, **options)
-    except subprocess.TimeoutExpired:
-        print(f"{' '.join(command)}: no end within {patience} s", file=sys.stderr)
-        return None
-    if done.returncode:
-        print(f"{' '.join(command)} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as program:
+        if watch:
+            watch(program)
+        try:
+            out, err = program.communicate(timeout=patience)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            print(f"{' '.join(command)}: no end within {patience} s", file=sys.stderr)
+            return None
+    if program.returncode:
+        print(f"{' '.join(command)} failed with {program.returncode}:\n{(out + err)[-2000:]}", file=sys.stderr)
         return None
     if log is not None:
-        log.append(done.stderr)
-    return done.stdout
+        log.append(err)
+    return out
 
 
 def environment(args):
@@ -113,11 +119,13 @@ class Service:
             reach += ["--session-device", args.client_gpu]
         command = [args.programs / "expertd-loadtest", *reach, "--tokens", rows, "--quiet", "--json", "-"]
         command += ["--warm-up", args.warm_up, "--duration", args.seconds, *options]
-        log = []
-        out = quiet(command, 60 + args.warm_up + args.seconds, log, env=self.environment, preexec_fn=on(args.client_cores))
+        log, busy = [], []
+        watch = lambda program: busy.append(Busy(program, self.process.pid))
+        patience = 60 + args.warm_up + args.seconds
+        out = quiet(command, patience, log, watch, env=self.environment, preexec_fn=on(args.client_cores))
         if way == "network" and out:
             check_transports(self.text() + log[0])
-        return json.loads(out) if out else None
+        return json.loads(out) | {"busy_cores": busy[0].cores(0.9 * args.seconds)} if out else None
 
     def end(self):
         self.process.send_signal(signal.SIGTERM)
@@ -126,6 +134,57 @@ class Service:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+class Busy(threading.Thread):
+    """Samples the processor time of a program and of a service's processes, by their role, while the program runs."""
+
+    PERIOD = 0.05
+
+    def __init__(self, program, service):
+        super().__init__(daemon=True)
+        self.program, self.service = program, service
+        self.samples, self.roles = [], {}
+        self.start()
+
+    def run(self):
+        while self.program.poll() is None:
+            children = pathlib.Path(f"/proc/{self.service}/task").glob("*/children")
+            pids = [self.service, *(int(pid) for one in children for pid in one.read_text().split())]
+            times = {("client", self.program.pid): seconds_of(self.program.pid)}
+            times |= {(self.roles.setdefault(pid, role_of(pid)), pid): seconds_of(pid) for pid in pids}
+            self.samples.append((time.monotonic(), times))
+            time.sleep(self.PERIOD)
+
+    def cores(self, seconds):
+        """How many cores each role keeps busy in the last `seconds`, in which the program measures: before that it opens its sessions."""
+        end = max((at for at, _ in self.samples), default=0)
+        of_process = {}
+        for at, times in self.samples:
+            for process, busy in times.items():
+                if busy is not None and at >= end - seconds:
+                    of_process.setdefault(process, []).append((at, busy))
+        found = {}
+        for (role, _), [(begin, first), *_, (end, last)] in ((one, all) for one, all in of_process.items() if len(all) > 1):
+            found[role] = found.get(role, 0) + (last - first) / (end - begin)
+        return found
+
+
+def role_of(pid):
+    try:
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        words = []
+    role = next((word for word in words[1:] if not word.startswith("-")), "other")
+    return {"serve": "router", "network-agent": "agent"}.get(role, role)
+
+
+def seconds_of(pid):
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def micros(seconds):
@@ -169,10 +228,10 @@ def calls(args, service, found):
             latency, gate_to_combine = report["latency"]["p50_seconds"], inside(report)
             found.append(dict(part="calls", way=way, rows=rows, report=report))
             beyond = [latency - gate_to_combine, latency - report["step"]["p50_seconds"]]
-            cpu = report["cpu"]
-            busy = (cpu["load_generator_cores"] + cpu["watched_cores"]) / report["requests_per_second"]
-            cells = [latency, report["latency"]["p99_seconds"], gate_to_combine, *beyond, busy]
-            rows_of_table.append([rows, way, *map(micros, cells), f"{report['tokens_per_second']:.0f}"])
+            busy = {role: cores / report["requests_per_second"] for role, cores in report["busy_cores"].items()}
+            cells = [latency, report["latency"]["p99_seconds"], gate_to_combine, *beyond]
+            processes = ", ".join(f"{role} {micros(seconds)}" for role, seconds in sorted(busy.items()))
+            rows_of_table.append([rows, way, *map(micros, cells), processes, f"{report['tokens_per_second']:.0f}"])
     if args.nixl:
         rows_of_table += bare(args, found)
         rows_of_table.sort(key=lambda row: row[0])

@@ -7,6 +7,17 @@ use prost::Message as _;
 
 const PROTOS: [&str; 2] = ["expertd/v1/moe.proto", "expertd/v1/admin.proto"];
 
+/// Messages that commands print as JSON.
+const SHOWN: [&str; 7] = [
+    "GetStatusResponse",
+    "GpuUsage",
+    "Imbalance",
+    "RankStatus",
+    "ReloadStatus",
+    "SessionStatus",
+    "StepTiming",
+];
+
 fn main() -> Result<(), Box<dyn Error>> {
     for proto in PROTOS {
         println!("cargo:rerun-if-changed={proto}");
@@ -14,6 +25,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let descriptors = protox::compile(PROTOS, ["."])?;
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("expertd_descriptor.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().bytes(".expertd").compile_fds(descriptors)?;
+    let mut builder = tonic_prost_build::configure().bytes(".expertd");
+    for message in SHOWN {
+        builder = builder.type_attribute(
+            format!(".expertd.v1.{message}"),
+            "#[cfg_attr(feature = \"serde\", derive(serde::Serialize))]",
+        );
+    }
+    builder.compile_fds(descriptors)?;
     Ok(())
 }

@@ -34,7 +34,7 @@ class Recorder:
         while not self.ended.wait(max(0, begun + second - time.monotonic())):
             for name, every in DOCUMENTS.items():
                 if second % every == 0:
-                    # A second without an answer stays without that document.
+                    # The recording has no document for a second in which the service does not answer.
                     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.address}/{name}", timeout=1) as answer:
                         self.texts[second, name] = answer.read()
             second += 1

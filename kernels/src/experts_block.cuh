@@ -136,6 +136,12 @@ __device__ __forceinline__ void finish(const ExpertdExpertsParams& p) {
     if (lane == 0) p.state[0] = 0, p.state[STATE_DONE] = 0;
 }
 
+// The part of a segment's units that a warpgroup announces. Every warpgroup that stores something has one: with tokens as wgmma's M, the
+// second one stores features of the first rows, too.
+template <int GROUPS> __device__ __forceinline__ int share_of_units(int units, int warpgroup) {
+    return (units + GROUPS - 1 - warpgroup) / GROUPS;
+}
+
 template <class Format>
 __device__ __forceinline__ void await_stage(const Block<Format>& block, const Cursor& stage) {
     barrier_wait(&block.shared.full[stage.slot], stage.parity);

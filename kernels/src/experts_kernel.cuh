@@ -160,9 +160,8 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
         slot.advance(SEGMENT_SLOTS);
         if (done.phase == 0 && mine) {
             named_sync<128>(STAGING_BARRIER + warpgroup);
-            const int from = shared_segment ? warpgroup * (block.plan.block_rows / Format::GROUPS) : 0;
-            const int rows = shared_segment ? min(block.plan.block_rows / Format::GROUPS, done.rows - from) : done.rows;
-            if (threadIdx.x % 128 == 0 && rows > 0) publish(block.h_ready(done.expert), rows / UNIT_ROWS);
+            const int units = done.rows / UNIT_ROWS, share = shared_segment ? share_of_units<Format::GROUPS>(units, warpgroup) : units;
+            if (threadIdx.x % 128 == 0 && share > 0) publish(block.h_ready(done.expert), share);
         }
     }
 }

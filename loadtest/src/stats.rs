@@ -24,7 +24,7 @@ impl Default for Durations {
 }
 
 impl Durations {
-    /// With two significant digits, for many of them.
+    /// Durations in less memory, of two significant digits instead of three: for records of which there are many.
     #[must_use]
     pub fn coarse() -> Durations {
         let histogram = Histogram::new_with_bounds(1, 3_600_000_000_000, 2);

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_client::{RetryPolicy, transport};
-use expertd_core::backend::{ServiceState, SubmitError};
+use expertd_core::backend::ServiceState;
+use expertd_core::failure::Failure;
 use expertd_grpc::{
     Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, MetricsPort, Server, ServerConfig,
     ServerError,
@@ -135,7 +136,7 @@ async fn retries_are_opt_in_and_limited() {
     let service = Service::start(&fake).await;
     let client = service.client().await;
     let retry_after = Duration::from_millis(20);
-    fake.refuse(Some(SubmitError::Overloaded { reason: "full".to_owned(), retry_after }));
+    fake.refuse(Some(Failure::Overloaded { reason: "full".to_owned(), retry_after }));
     let good = request(backend::ECHO, 1, 8);
     assert!(client.forward(good.clone(), None).await.is_err());
 
@@ -148,7 +149,7 @@ async fn retries_are_opt_in_and_limited() {
     fake.refuse(None);
     call.await.unwrap().expect("the retry must succeed once there is room");
 
-    fake.refuse(Some(SubmitError::Overloaded { reason: "full".to_owned(), retry_after }));
+    fake.refuse(Some(Failure::Overloaded { reason: "full".to_owned(), retry_after }));
     let few = client.clone().with_retry(RetryPolicy { max_attempts: 3, ..RetryPolicy::default() });
     assert_eq!(few.forward(good.clone(), None).await.unwrap_err().code(), Code::ResourceExhausted);
     let bounded = patient.forward(good, Some(Duration::from_millis(200))).await.unwrap_err();

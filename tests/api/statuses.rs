@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use expertd_client::Client;
-use expertd_core::backend::SubmitError;
+use expertd_core::failure::Failure;
 use expertd_proto::retry_delay;
 use expertd_proto::v1::{DType, ForwardRequest, Routing, SharedExperts, forward_request::Payload};
 use tonic::{Code, Status};
@@ -156,12 +156,12 @@ async fn temporary_errors_carry_retry_info() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
     let client = Service::start(&fake).await.client().await;
     let after = Duration::from_millis(170);
-    let overloaded = SubmitError::Overloaded { reason: "the queue is full".to_owned(), retry_after: after };
-    let reforming = SubmitError::NotReady { reason: "re-forming".to_owned(), retry_after: after };
+    let overloaded = Failure::Overloaded { reason: "the queue is full".to_owned(), retry_after: after };
+    let reforming = Failure::NotReady { reason: "re-forming".to_owned(), retry_after: after };
     for (error, code, reason, exact) in [
         (overloaded, Code::ResourceExhausted, "OVERLOADED", true),
         (reforming, Code::Unavailable, "NOT_READY", true),
-        (SubmitError::Draining, Code::Unavailable, "DRAINING", false),
+        (Failure::Draining, Code::Unavailable, "DRAINING", false),
     ] {
         fake.refuse(Some(error));
         let unary = client.forward(good(), None).await.unwrap_err();
@@ -224,7 +224,7 @@ async fn the_service_answers_the_deadline_before_the_transport() {
     client.forward(good(), Some(Duration::MAX)).await.unwrap();
 
     // The backend itself reports an exceeded deadline.
-    fake.refuse(Some(SubmitError::DeadlineExceeded));
+    fake.refuse(Some(Failure::DeadlineExceeded));
     assert_eq!(client.forward(good(), None).await.unwrap_err().code(), Code::DeadlineExceeded);
 }
 

@@ -316,7 +316,7 @@ async fn cpu_ranks_that_are_slow_or_stop_within_a_step() {
 }
 
 /// Other placements come in under load.
-pub(crate) async fn placements_come_in(service: &Service, workers: usize, rng: &mut TestRng) {
+pub(crate) async fn placements_come_in(service: &Service, workers: usize, on_a_gpu: bool, rng: &mut TestRng) {
     let load = Load::start_within(TOLERANCE, &service.address, &golden(FAMILY), 32).await;
     let fingerprint = || async {
         let client = Client::connect(&service.address).await.unwrap();
@@ -328,8 +328,13 @@ pub(crate) async fn placements_come_in(service: &Service, workers: usize, rng: &
         reload_of(service, None, Some(&file)).await.unwrap();
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
-    // Without a placement the source has its contiguous part.
-    reload_of(service, None, Some(Path::new("contiguous"))).await.unwrap();
+    // Without a placement the source has its contiguous part. A GPU's needs a budget, which this service was not given.
+    let contiguous = reload_of(service, None, Some(Path::new("contiguous"))).await;
+    if on_a_gpu {
+        assert!(contiguous.unwrap_err().contains("--gpu-memory is not given"));
+    } else {
+        contiguous.unwrap();
+    }
     tokio::time::sleep(Duration::from_millis(300)).await;
     let calls = load.stop().await;
     let failed = calls.iter().find_map(|call| call.result.as_ref().err());
@@ -342,7 +347,7 @@ pub(crate) async fn placements_come_in(service: &Service, workers: usize, rng: &
 async fn placements_of_a_mixed_group_come_in_under_load() {
     let mut rng = expertd_test_seed::rng();
     let service = start("cpu,cpu", &fixture(FAMILY), 2, &mut rng, &[]);
-    placements_come_in(&service, 2, &mut rng).await;
+    placements_come_in(&service, 2, false, &mut rng).await;
 }
 
 #[test]

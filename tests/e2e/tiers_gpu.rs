@@ -43,7 +43,7 @@ async fn ranks_of_both_kinds_killed_and_stopped_under_load_fail_no_call() {
     let mut rng = expertd_test_seed::rng();
     let service = start("cuda,cpu", &fixture("qwen3_moe"), 2, &mut rng, &[]);
     faults_are_unseen(&service).await;
-    placements_come_in(&service, 2, &mut rng).await;
+    placements_come_in(&service, 2, true, &mut rng).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

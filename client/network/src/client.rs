@@ -17,7 +17,7 @@ use crate::endpoint::{Card, Endpoint, Transports};
 use crate::library::{Library, NetworkError};
 use crate::live::{End, Live};
 use crate::random_name;
-use crate::relay::{Relay, Spin, Waiting, accept_completion};
+use crate::relay::{Relay, Spin, Waiting, accept_completion, is_coming};
 
 /// How long the relay sleeps while no call is in flight, unless its client starts one.
 const IDLE: Duration = Duration::from_millis(50);
@@ -154,9 +154,11 @@ impl ClientEnd {
                 continue;
             }
             let is_expecting = !relay.calls.is_empty();
-            let Some(mut pause) = waiting.pause(relay.endpoint.is_sending(), is_expecting) else { continue };
+            let Some(mut pause) = waiting.pause(relay.is_moving(), is_expecting) else { continue };
             if !is_expecting {
                 pause = IDLE;
+            } else if waiting.asks() {
+                relay.send_alive()?;
             }
             let policy = WaitPolicy::within(Duration::ZERO, pause);
             let woken = memory.service_bell().wait_for(policy, || {
@@ -215,15 +217,19 @@ fn complete(rings: &mut ServiceRings, completion: &CompletionRecord) -> Result<(
     Err(NetworkError::Protocol("more completions than there are calls".to_owned()))
 }
 
-/// Passes the completions that have arrived to the client. Returns whether there were any.
+/// Passes the completions that have arrived to the client. Returns whether anything has.
 fn take_completions(
     relay: &mut Relay,
     memory: &SessionMemory,
     rings: &mut ServiceRings,
 ) -> Result<bool, NetworkError> {
-    let Relay { endpoint, places, calls, .. } = relay;
-    let mut count = 0;
+    let Relay { endpoint, places, calls, is_receiving, .. } = relay;
+    let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
+        (*is_receiving, is_event) = (is_coming(message), true);
+        if *is_receiving {
+            return Ok(());
+        }
         let Some(completion) = accept_completion(message, memory.rows(), places, calls)? else {
             return Ok(());
         };
@@ -234,5 +240,5 @@ fn take_completions(
     if count > 0 {
         memory.client_bell().ring();
     }
-    Ok(count > 0)
+    Ok(is_event)
 }

@@ -11,6 +11,17 @@ pub fn device_of(ip: IpAddr) -> Option<String> {
     addresses().into_iter().find(|(_, own)| *own == ip).map(|(name, _)| name)
 }
 
+/// The address of the device at which UCX listens: the first of the family of `ip`.
+#[must_use]
+pub fn listening_address(device: &str, ip: IpAddr) -> Option<IpAddr> {
+    let is_taken = |own: &IpAddr| match own {
+        IpAddr::V4(own) => !own.is_link_local(),
+        IpAddr::V6(own) => !own.is_unicast_link_local(),
+    };
+    let own = addresses().into_iter().filter(|(name, _)| name == device).map(|(_, own)| own);
+    own.filter(|own| own.is_ipv4() == ip.to_canonical().is_ipv4()).find(is_taken)
+}
+
 /// The devices of this host with their addresses.
 #[allow(unsafe_code, reason = "walks the list of getifaddrs")]
 fn addresses() -> Vec<(String, IpAddr)> {
@@ -51,5 +62,8 @@ mod tests {
     fn loopback_is_found_and_foreign_addresses_are_not() {
         assert_eq!(device_of(IpAddr::from([127, 0, 0, 1])).as_deref(), Some("lo"));
         assert_eq!(device_of(IpAddr::from([192, 0, 2, 77])), None);
+        let any = IpAddr::from([10, 0, 0, 1]);
+        assert_eq!(listening_address("lo", any), Some(IpAddr::from([127, 0, 0, 1])));
+        assert_eq!(listening_address("no-device", any), None);
     }
 }

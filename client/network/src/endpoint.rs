@@ -39,8 +39,8 @@ pub struct Transports {
 impl Transports {
     fn engine_config(&self) -> String {
         let parts = [
-            // By default TCP sends 8 KiB at once. Peers receive 64 KiB.
-            may_use_tcp().then(|| "TCP_TX_SEG_SIZE=64k".to_owned()),
+            // By default TCP sends 8 KiB at once. Peers receive 64 KiB. What a peer does not acknowledge breaks the connection.
+            may_use_tcp().then(|| "TCP_TX_SEG_SIZE=64k,TCP_USER_TIMEOUT=10s".to_owned()),
             self.transports.as_ref().map(|transports| format!("TLS={transports}")),
             self.device.as_ref().map(|device| format!("NET_DEVICES={device}")),
             self.ports.map(|(first, last)| format!("TCP_PORT_RANGE={first}-{last}")),

@@ -22,12 +22,12 @@ pub mod wire;
 use std::hash::{BuildHasher as _, RandomState};
 
 pub use client::{ClientEnd, Opened};
-pub use devices::device_of;
+pub use devices::{device_of, listening_address};
 pub use endpoint::{Card, Endpoint, Transports};
 pub use library::{Library, NetworkError, TRIED, VARIABLE};
 pub use live::End;
 pub use probe::probe;
-pub use relay::{LONG_PAUSE, Relay, Spin, Waiting, accept_completion, accept_request};
+pub use relay::{LONG_PAUSE, Relay, Spin, Waiting, accept_completion, accept_request, is_coming};
 
 /// A name that no other agent has.
 #[must_use]

@@ -9,7 +9,7 @@ use expertd_shm::region::SharedSlice;
 
 use crate::endpoint::Endpoint;
 use crate::library::NetworkError;
-use crate::wire::{Place, Places, Record, are_missing, decode, encode, store};
+use crate::wire::{ALIVE_MESSAGE, COMING_MESSAGE, Place, Places, Record, are_missing, decode, encode, store};
 
 /// Shortest pause between two polls of the network. A transport has no descriptor to sleep on.
 const SHORT_PAUSE: Duration = Duration::from_micros(20);
@@ -21,8 +21,8 @@ const RECENT: Duration = Duration::from_secs(1);
 /// The pause after that.
 const RARE_PAUSE: Duration = Duration::from_millis(1);
 
-/// How long a thread polls without a pause while bytes of its own are under way.
-const SENDING: Duration = Duration::from_millis(10);
+/// How long a thread polls without a pause while many bytes are under way, in either direction.
+const MOVING: Duration = Duration::from_millis(10);
 
 /// An endpoint, with the calls in flight.
 #[derive(Debug)]
@@ -33,6 +33,8 @@ pub struct Relay {
     pub places: Places,
     /// Requests in flight, by their numbers.
     pub calls: HashMap<u64, RequestRecord>,
+    /// Whether the peer is writing many bytes.
+    pub is_receiving: bool,
     message: Vec<u8>,
 }
 
@@ -41,7 +43,7 @@ impl Relay {
     #[must_use]
     pub fn new(endpoint: Endpoint, hidden: u32) -> Self {
         let places = Places { hidden: hidden as usize, rows_bytes: endpoint.rows().len() };
-        Relay { endpoint, places, calls: HashMap::new(), message: Vec::new() }
+        Relay { endpoint, places, calls: HashMap::new(), is_receiving: false, message: Vec::new() }
     }
 
     /// Sends a record with the bytes of its places.
@@ -50,11 +52,34 @@ impl Relay {
     /// As [`Endpoint::send`].
     pub fn send<R: Record>(&mut self, record: &R, places: &[Place]) -> Result<(), NetworkError> {
         let apart = encode(record, self.endpoint.rows(), places, &mut self.message);
+        if !apart.is_empty() {
+            self.endpoint.send(&[], bytemuck::bytes_of(&COMING_MESSAGE))?;
+        }
         self.endpoint.send(apart, &self.message)
+    }
+
+    /// Whether many bytes are under way.
+    #[must_use]
+    pub fn is_moving(&self) -> bool {
+        self.is_receiving || self.endpoint.is_sending()
+    }
+
+    /// Sends a message that asks nothing.
+    ///
+    /// # Errors
+    /// If the peer is gone, or has acknowledged nothing for a while.
+    pub fn send_alive(&mut self) -> Result<(), NetworkError> {
+        self.endpoint.send(&[], bytemuck::bytes_of(&ALIVE_MESSAGE))
     }
 }
 
-/// Takes a message that must be a request: stores its bytes, and notes the call. `most` calls may be in flight.
+/// Whether a message says that many bytes are being written.
+#[must_use]
+pub fn is_coming(message: &[u8]) -> bool {
+    message == bytemuck::bytes_of(&COMING_MESSAGE)
+}
+
+/// Takes a client's message: stores the bytes of a request, and notes the call. `most` calls may be in flight. `None` if it asks nothing.
 ///
 /// # Errors
 /// If it is anything else, or a call too many.
@@ -64,7 +89,10 @@ pub fn accept_request(
     places: &Places,
     calls: &mut HashMap<u64, RequestRecord>,
     most: u32,
-) -> Result<RequestRecord, NetworkError> {
+) -> Result<Option<RequestRecord>, NetworkError> {
+    if message == bytemuck::bytes_of(&ALIVE_MESSAGE) {
+        return Ok(None);
+    }
     let (request, bytes) = decode::<RequestRecord>(message)?;
     if calls.len() >= most as usize || calls.contains_key(&request.call) {
         let text = format!("call {} with {} calls in flight, or its number twice", request.call, calls.len());
@@ -76,7 +104,7 @@ pub fn accept_request(
     })?;
     store(rows, &own, bytes)?;
     calls.insert(request.call, request);
-    Ok(request)
+    Ok(Some(request))
 }
 
 /// Takes a message that must be a completion: stores its bytes at the places of its call. `None` if no call waits for it, which is the
@@ -106,6 +134,7 @@ pub fn accept_completion(
 pub struct Waiting {
     spin: Spin,
     last: Instant,
+    asked: Instant,
 }
 
 /// How long a relay's thread spins after an event.
@@ -123,7 +152,8 @@ impl Waiting {
     pub fn new(spin: Spin) -> Self {
         // Sleeps of 20 µs would last four times as long with the default slack of timers. Without the permission they do.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1000));
-        Waiting { spin, last: Instant::now() }
+        let now = Instant::now();
+        Waiting { spin, last: now, asked: now }
     }
 
     /// Notes an event.
@@ -131,16 +161,25 @@ impl Waiting {
         self.last = Instant::now();
     }
 
+    /// Whether to ask for a sign of life: once a second while there is no event.
+    pub fn asks(&mut self) -> bool {
+        let asks = self.last.elapsed() >= RECENT && self.asked.elapsed() >= RECENT;
+        if asks {
+            self.asked = Instant::now();
+        }
+        asks
+    }
+
     /// How long to sleep before the next poll; `None` to poll at once.
     #[must_use]
-    pub fn pause(&self, is_sending: bool, is_computing: bool) -> Option<Duration> {
+    pub fn pause(&self, is_moving: bool, is_computing: bool) -> Option<Duration> {
         let quiet = self.last.elapsed();
         if quiet < if is_computing { self.spin.computing } else { self.spin.between } {
             std::hint::spin_loop();
             return None;
         }
         // The transport moves bytes only while it is polled. A peer that does not read costs no core.
-        if is_sending && quiet < SENDING {
+        if is_moving && quiet < MOVING {
             std::thread::yield_now();
             return None;
         }

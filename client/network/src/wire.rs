@@ -13,19 +13,26 @@ use expertd_shm::region::SharedSlice;
 use crate::library::NetworkError;
 
 /// Version of the messages and of the handshake.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of places that travel within the notification, at most. It saves the round trip in which a write is flushed, and costs a copy
 /// at each end.
 pub const INLINE_BYTES: usize = 64 << 10;
 
 const REQUEST: u32 = 1;
 const COMPLETION: u32 = 2;
+const ALIVE: u32 = 3;
+const COMING: u32 = 4;
+
+/// A client's message that asks nothing and has no answer. A transport notices that a connection is broken when it has bytes to send.
+pub const ALIVE_MESSAGE: Head = Head { kind: ALIVE, inline_bytes: 0 };
+/// Says that many bytes are being written: a transport takes them in only while it is polled.
+pub const COMING_MESSAGE: Head = Head { kind: COMING, inline_bytes: 0 };
 
 /// Head of every notification.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Head {
-    /// 1: a request; 2: a completion.
+    /// 1: a request; 2: a completion; 3 and 4: see [`ALIVE_MESSAGE`] and [`COMING_MESSAGE`].
     pub kind: u32,
     /// Bytes behind the record.
     pub inline_bytes: u32,

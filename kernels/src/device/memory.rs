@@ -108,7 +108,7 @@ impl<T: Plain> Buffer<T> {
         }
         self.device.bind()?;
         // SAFETY: the range lies within the allocation (asserted).
-        check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(self.address, values) })
+        unsafe { copy_to_device(self.address, values) }
     }
 
     /// Copies the whole buffer to the host.
@@ -153,7 +153,19 @@ pub unsafe fn write_device(address: u64, bytes: &[u8]) -> Result<(), DeviceError
         return Ok(());
     }
     // SAFETY: the caller's promise.
-    check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(address, bytes) })
+    unsafe { copy_to_device(address, bytes) }
+}
+
+/// Copies values to device memory, and waits until they have arrived. The driver's call returns once it has read memory that is not
+/// pinned; kernels on streams that do not wait for the default stream could still read the old bytes then.
+///
+/// # Safety
+/// That of [`write_device`].
+unsafe fn copy_to_device<T>(address: u64, values: &[T]) -> Result<(), DeviceError> {
+    // SAFETY: the caller's promise.
+    check("cuMemcpyHtoD", unsafe { result::memcpy_htod_sync(address, values) })?;
+    // SAFETY: null names the default stream, which carries the copy.
+    check("cuStreamSynchronize", unsafe { result::stream::synchronize(std::ptr::null_mut()) })
 }
 
 /// Sets bytes of device memory, and waits until that is done.

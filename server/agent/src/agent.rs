@@ -15,7 +15,7 @@ use crate::confine::{confine, limit};
 use crate::control::{self, Ready, Setup};
 use crate::files::confine_files;
 use expertd_network::{
-    Endpoint, LONG_PAUSE, Library, NetworkError, Relay, Spin, Waiting, accept_request, random_name,
+    Endpoint, LONG_PAUSE, Library, NetworkError, Relay, Spin, Waiting, accept_request, is_coming, random_name,
 };
 
 /// How long the service may take to open the session.
@@ -73,7 +73,7 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
             continue;
         }
         let is_computing = !relay.calls.is_empty();
-        let Some(mut pause) = waiting.pause(relay.endpoint.is_sending(), is_computing) else { continue };
+        let Some(mut pause) = waiting.pause(relay.is_moving(), is_computing) else { continue };
         if is_computing {
             // The bell wakes this thread for the completion, and the ranks need the cores.
             pause = pause.max(LONG_PAUSE);
@@ -99,13 +99,19 @@ fn answer(
     relay.send(completion, &places.unwrap_or_default())
 }
 
-/// Passes the requests that have arrived to the service. Returns whether there were any.
+/// Passes the requests that have arrived to the service. Returns whether anything has.
 fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, NetworkError> {
-    let Relay { endpoint, places, calls, .. } = relay;
+    let Relay { endpoint, places, calls, is_receiving, .. } = relay;
     let SessionParts { opened, rows, requests, .. } = session;
-    let mut count = 0;
+    let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
-        let request = accept_request(message, rows, places, calls, opened.calls)?;
+        (*is_receiving, is_event) = (is_coming(message), true);
+        if *is_receiving {
+            return Ok(());
+        }
+        let Some(request) = accept_request(message, rows, places, calls, opened.calls)? else {
+            return Ok(());
+        };
         if !requests.try_push(&request)? {
             return Err(NetworkError::Protocol("more calls than the session allows".to_owned()));
         }
@@ -115,7 +121,7 @@ fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, 
     if count > 0 {
         session.service_bell.ring();
     }
-    Ok(count > 0)
+    Ok(is_event)
 }
 
 /// Starts threads that end this process with the router or the session, whatever the transport does meanwhile.

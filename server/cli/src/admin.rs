@@ -9,7 +9,8 @@ use clap::Args;
 use expertd_client::transport::{self, Channel, ConnectError, Credentials};
 use expertd_proto::v1::admin_client::AdminClient;
 
-use super::client::ClientError;
+use super::client::call_failed;
+use super::exit::CommandError;
 
 /// Address of a service's Admin service.
 #[derive(Args, Clone, Debug, Default)]
@@ -27,12 +28,12 @@ impl AdminAddress {
     ///
     /// # Errors
     /// If the address is malformed or the connection fails.
-    pub async fn connect(&self) -> Result<AdminClient<Channel>, ClientError> {
+    pub async fn connect(&self) -> Result<AdminClient<Channel>, CommandError> {
         if self.address.is_none() {
             let address = self.shown();
             let socket = Path::new(address.trim_start_matches("unix:"));
             check_owner(socket).map_err(|error| {
-                ClientError::Content(format!(
+                CommandError::failed(format!(
                     "cannot trust {address}: {error}; --admin gives another address"
                 ))
             })?;
@@ -40,7 +41,7 @@ impl AdminAddress {
         match transport::connect_with(&self.shown(), &self.credentials).await {
             Ok(channel) => Ok(AdminClient::new(channel)),
             Err(error @ ConnectError::Unreachable { .. }) if self.address.is_none() => {
-                Err(ClientError::Content(format!(
+                Err(CommandError::failed(format!(
                     "{error} This is the default socket of this user; --admin gives another address (that of `serve \
                      --admin-listen`)"
                 )))
@@ -113,14 +114,14 @@ fn check_owner(socket: &Path) -> Result<(), String> {
 }
 
 /// Wraps the status of an Admin call, with a hint if the address does not serve Admin.
-pub(super) fn call_error(call: &str, address: &str, status: tonic::Status) -> ClientError {
+pub(super) fn call_error(call: &str, address: &str, status: tonic::Status) -> CommandError {
     if status.code() == tonic::Code::Unimplemented {
         let text = format!(
             "{address} does not serve Admin; it has an address of its own (`serve --admin-listen`, by default a socket of its user)"
         );
-        return ClientError::call(call, tonic::Status::unimplemented(text));
+        return call_failed(call, &tonic::Status::unimplemented(text));
     }
-    ClientError::call(call, status)
+    call_failed(call, &status)
 }
 
 #[cfg(test)]

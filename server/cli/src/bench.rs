@@ -6,7 +6,7 @@ mod report;
 mod routing;
 
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,42 +22,18 @@ use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
 use self::routing::{Draws, RoutingRule};
 use super::ceilings;
-use super::client::Failure;
-use super::exit;
+use super::exit::CommandError;
 use super::serve::gpu_bytes;
-use super::serve::plan::PlanError;
 use super::units::{bytes, count};
 use expertd_core::backend::{
-    Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
-    StepError, SubmitError,
+    Answer, Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
+    StepTiming,
 };
-use expertd_core::steps::{Service, StartError};
+use expertd_core::steps::Service;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::MoeLayer;
 use expertd_rank_cuda as gpu;
 use expertd_types::{DType, LayerId, LayerPlacement, Placement, Rank, rows};
-
-/// Why a benchmark failed.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum BenchError {
-    #[error(transparent)]
-    Start(#[from] StartError),
-    #[error("the ranks did not get ready: {0}")]
-    NotReady(String),
-    #[error("a step was refused: {0}")]
-    Submit(#[from] SubmitError),
-    #[error("a step failed: {0}")]
-    Step(#[from] StepError),
-    #[error("the service ended during a step")]
-    Gone,
-    #[error("{0}")]
-    Ceilings(String),
-    #[error("cannot write {}: {source}", path.display())]
-    Write { path: PathBuf, source: std::io::Error },
-}
-
-impl Failure for BenchError {}
 
 /// Number of offsets in the pool of random elements at which the rows of a request can begin.
 const POOL: usize = 4 << 20;
@@ -76,13 +52,10 @@ fn bytes_per_weight(info: &ModelInfo, held: u64) -> f64 {
 }
 
 /// Runs the benchmark.
-pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
+pub async fn run(args: BenchArgs) -> Result<ExitCode, CommandError> {
     if args.ceilings {
-        let gpus = match args.measured_gpus() {
-            Ok(gpus) => gpus,
-            Err(error) => return Ok(refuse(&error)),
-        };
-        let found = ceilings::measured(Some(gpus)).map_err(BenchError::Ceilings)?;
+        let gpus = args.measured_gpus().map_err(CommandError::usage)?;
+        let found = ceilings::measured(Some(gpus)).map_err(CommandError::failed)?;
         if args.json.as_deref() != Some(Path::new("-")) {
             println!("{}", ceilings::in_words(&found));
         }
@@ -93,10 +66,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     }
     let largest = args.tokens.iter().copied().max().unwrap_or(1);
     let ranks = args.sources();
-    let plan = match args.plan(largest * ranks as usize) {
-        Ok(plan) => plan,
-        Err(error) => return Ok(refuse(&error)),
-    };
+    let plan = args.plan(largest * ranks as usize).map_err(CommandError::usage)?;
     let (hidden, layers) = (plan.spec.hidden, plan.model.layers.clone());
     println!(
         "{} ({}), {}, hidden {hidden}; {}, {}, rows in {}",
@@ -122,7 +92,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     let _ = tokio::task::spawn_blocking(move || super::serve::follow_loading(&loading)).await;
     let status = service.status();
     if status.state != ServiceState::Serving {
-        return Err(BenchError::NotReady(status.reason));
+        return Err(CommandError::failed(format!("the ranks did not get ready: {}", status.reason)));
     }
     for rank in &status.ranks {
         println!("rank {}: {}, {} of weights", rank.rank, rank.device, bytes(rank.weight_bytes_loaded));
@@ -166,19 +136,27 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints why settings or a checkpoint are refused; returns the exit status.
-fn refuse(error: &PlanError) -> ExitCode {
-    eprintln!("expertd bench: {error}");
-    ExitCode::from(exit::USAGE)
-}
-
 /// Writes to a file; `-` is standard output.
-fn write(path: &Path, text: &str) -> Result<(), BenchError> {
+fn write(path: &Path, text: &str) -> Result<(), CommandError> {
     if path == Path::new("-") {
         println!("{text}");
         return Ok(());
     }
-    std::fs::write(path, text).map_err(|source| BenchError::Write { path: path.to_owned(), source })
+    std::fs::write(path, text)
+        .map_err(|error| CommandError::failed(format!("cannot write {}: {error}", path.display())))
+}
+
+/// The answer of a step.
+async fn answered(pending: Pending) -> Result<Answer, CommandError> {
+    let answer = pending.await.map_err(|_| CommandError::failed("the service ended during a step"))?;
+    answer.map_err(|failure| CommandError::failed(format!("a step failed: {failure}")))
+}
+
+/// The median of durations.
+fn median(durations: impl Iterator<Item = Duration>) -> Duration {
+    let mut sorted: Vec<Duration> = durations.collect();
+    sorted.sort_unstable();
+    sorted[sorted.len() / 2]
 }
 
 struct Bench {
@@ -205,7 +183,7 @@ impl Bench {
         tokens_per_rank: usize,
         tokens: usize,
         args: &BenchArgs,
-    ) -> Result<Figures, BenchError> {
+    ) -> Result<Figures, CommandError> {
         let steps = args.steps;
         let mut answers = Vec::new();
         let mut pending = VecDeque::new();
@@ -217,7 +195,7 @@ impl Bench {
                 continue;
             }
             let Some((layer, answer)) = pending.pop_front() else { continue };
-            let answer = answer.await.map_err(|_| BenchError::Gone)??;
+            let answer = answered(answer).await?;
             if step + 1 < warm {
                 begun = Instant::now();
             } else {
@@ -226,26 +204,17 @@ impl Bench {
         }
         let wall = begun.elapsed();
         for (_, answer) in pending {
-            answer.await.map_err(|_| BenchError::Gone)??;
+            answered(answer).await?;
         }
         let floors: Vec<Floor> =
             answers.iter().filter_map(|(layer, receipt)| self.floor(*layer, receipt)).collect();
         let mut times: Vec<Duration> = answers.iter().map(|(_, receipt)| receipt.step_time).collect();
         times.sort_unstable();
-        let phases = std::array::from_fn(|phase| {
-            let of = |(_, receipt): &(LayerId, Receipt)| {
-                let timings = receipt.timings.iter().map(|t| t.phases.all()[phase]);
-                timings.sum::<Duration>()
-            };
-            let mut times: Vec<Duration> = answers.iter().map(of).collect();
-            times.sort_unstable();
-            times[times.len() / 2]
-        });
-        let inner =
-            |(_, receipt): &(LayerId, Receipt)| receipt.timings.iter().map(|t| t.computed).sum::<Duration>();
-        let mut inner: Vec<Duration> = answers.iter().map(inner).collect();
-        inner.sort_unstable();
-        let inner = inner[inner.len() / 2];
+        let sum = |of: &dyn Fn(&StepTiming) -> Duration| {
+            median(answers.iter().map(|(_, receipt)| receipt.timings.iter().map(of).sum()))
+        };
+        let phases = std::array::from_fn(|phase| sum(&|timing| timing.phases[phase]));
+        let inner = sum(&|timing| timing.computed);
         let (requests, floor) = (answers.len(), Floor::mean(&floors));
         Ok(Figures { tokens_per_rank, tokens, steps: times, wall, requests, phases, inner, floor })
     }
@@ -274,7 +243,7 @@ impl Bench {
         Some(floor(&ids, k, &receipt.tokens_per_rank, &owners, &sizes, ceilings))
     }
 
-    fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), BenchError> {
+    fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), CommandError> {
         let size = self.dtype.size();
         let first = self.draws.random.random_range(0..POOL) * size;
         let rows = self.pool.slice(first..first + tokens * self.hidden * size);

@@ -16,11 +16,11 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 use serde_json::json;
 
-use super::client::{self, ClientError, Failure, RoutingSource, printable};
-use super::exit;
-use super::golden::{Golden, GoldenError, GoldenLayer};
+use super::client::{self, RoutingSource, call_failed, printable};
+use super::exit::CommandError;
+use super::golden::{Golden, GoldenLayer};
 use super::units::time;
-use expertd_types::{DType, rows};
+use expertd_types::{DType, Phase, rows};
 
 /// Number of rows whose routing is printed.
 const ROUTING_ROWS: usize = 8;
@@ -74,27 +74,6 @@ pub struct CallArgs {
     pub json: bool,
 }
 
-/// Why a call failed.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum CallError {
-    #[error(transparent)]
-    Golden(#[from] GoldenError),
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    #[error("{0}")]
-    Usage(String),
-}
-
-impl Failure for CallError {
-    fn exit_code(&self) -> u8 {
-        match self {
-            CallError::Golden(_) | CallError::Usage(_) => exit::USAGE,
-            CallError::Client(error) => error.exit_code(),
-        }
-    }
-}
-
 /// A request and its answer.
 #[derive(Clone, Debug)]
 pub struct CallOutcome {
@@ -120,9 +99,9 @@ pub struct CallOutcome {
 ///
 /// # Errors
 /// If the arguments contradict each other, or the service cannot be reached or refuses the request.
-pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
+pub async fn call(args: &CallArgs) -> Result<CallOutcome, CommandError> {
     if args.routing == RoutingSource::Recorded && args.golden.is_none() {
-        return Err(CallError::Usage("--routing recorded needs --golden FILE".to_owned()));
+        return Err(CommandError::usage("--routing recorded needs --golden FILE".to_owned()));
     }
     let golden = args.golden.as_deref().map(Golden::read).transpose()?;
     let connection = client::connect(&args.address, &args.credentials).await?;
@@ -131,7 +110,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
     let recorded = match &golden {
         Some(golden) => Some(golden.layers.get(&layer.layer).ok_or_else(|| {
             let has = golden.layers.keys().map(u32::to_string).collect::<Vec<_>>().join(", ");
-            CallError::Usage(format!("layer {} is not in the golden file, which has {has}", layer.layer))
+            CommandError::usage(format!("layer {} is not in the golden file, which has {has}", layer.layer))
         })?),
         None => None,
     };
@@ -144,7 +123,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
     let response = connection
         .forward(request)
         .await
-        .map_err(|status| ClientError::call(format!("Forward of layer {}", layer.layer), status))?
+        .map_err(|status| call_failed(format!("Forward of layer {}", layer.layer), &status))?
         .into_inner();
     let latency = sent.elapsed();
     let error = recorded.map(|recorded| {
@@ -163,7 +142,7 @@ pub async fn call(args: &CallArgs) -> Result<CallOutcome, CallError> {
 }
 
 /// Makes the call and prints the result; exit status 0 if the answer has the right size.
-pub async fn run(args: CallArgs) -> Result<ExitCode, CallError> {
+pub async fn run(args: CallArgs) -> Result<ExitCode, CommandError> {
     let outcome = call(&args).await?;
     let expected = outcome.tokens * outcome.model.hidden as usize * outcome.dtype.size();
     if args.json {
@@ -178,7 +157,7 @@ pub async fn run(args: CallArgs) -> Result<ExitCode, CallError> {
     Ok(ExitCode::FAILURE)
 }
 
-fn pick_layer<'a>(args: &CallArgs, model: &'a GetModelResponse) -> Result<&'a MoeLayer, CallError> {
+fn pick_layer<'a>(args: &CallArgs, model: &'a GetModelResponse) -> Result<&'a MoeLayer, CommandError> {
     let found = match args.layer {
         Some(layer) => model.moe_layers.iter().find(|moe| moe.layer == layer),
         None => model.moe_layers.first(),
@@ -186,7 +165,7 @@ fn pick_layer<'a>(args: &CallArgs, model: &'a GetModelResponse) -> Result<&'a Mo
     found.ok_or_else(|| {
         let all = model.moe_layers.iter().map(|moe| moe.layer.to_string()).collect::<Vec<_>>().join(", ");
         let wanted = args.layer.map_or("any layer".to_owned(), |layer| format!("layer {layer}"));
-        CallError::Usage(format!(
+        CommandError::usage(format!(
             "{wanted} of {} is not a MoE layer that this service holds; it holds {all}",
             model.name
         ))
@@ -209,7 +188,7 @@ impl Input {
         recorded: Option<&GoldenLayer>,
         token_ids: &[i32],
         seed: u64,
-    ) -> Result<Input, CallError> {
+    ) -> Result<Input, CommandError> {
         let hidden = model.hidden as usize;
         let mut rng = SmallRng::seed_from_u64(seed);
         let Some(recorded) = recorded else {
@@ -223,28 +202,24 @@ impl Input {
         };
         let tokens = args.tokens.unwrap_or(recorded.tokens);
         if tokens > recorded.tokens {
-            return Err(CallError::Usage(format!(
+            return Err(CommandError::usage(format!(
                 "--tokens is {tokens}, but the golden file has only {} rows",
                 recorded.tokens
             )));
         }
         if recorded.hidden != hidden {
-            return Err(CallError::Usage(format!(
+            return Err(CommandError::usage(format!(
                 "the golden file has rows of {} elements, but the hidden size of {} is {hidden}",
                 recorded.hidden, model.name
             )));
         }
         let routing = match (args.routing, &recorded.routing) {
             (RoutingSource::Gate, _) => None,
-            (RoutingSource::Recorded, Some(routing)) => Some(Routing {
-                topk_ids: rows::encode_i32(&routing.ids[..tokens * routing.k]),
-                topk_weights: rows::encode(&routing.weights[..tokens * routing.k], DType::F32),
-                k: u32::try_from(routing.k).unwrap_or(u32::MAX),
-            }),
+            (RoutingSource::Recorded, Some(routing)) => Some(routing.of_rows(0..tokens)),
             (RoutingSource::Recorded, None) => {
                 let problem =
                     format!("the golden file has no routing for layer {}; use --routing gate", layer.layer);
-                return Err(CallError::Usage(problem));
+                return Err(CommandError::usage(problem));
             }
         };
         let values = recorded.input[..tokens * hidden].to_vec();
@@ -327,21 +302,16 @@ impl CallOutcome {
             println!("{:<12} and {} more rows", "", self.tokens - ROUTING_ROWS);
         }
         for timing in &receipt.timings {
+            let phases = Phase::ALL.iter().zip(phase_ns(timing));
             let phases =
-                phases(timing).map(|(name, ns)| format!("{name} {}", time(Duration::from_nanos(ns))));
-            println!("step {:<7} {} tokens: {}", timing.step, timing.tokens, phases.join(", "));
+                phases.map(|(phase, ns)| format!("{} {}", phase.name(), time(Duration::from_nanos(ns))));
+            let phases = phases.collect::<Vec<_>>().join(", ");
+            println!("step {:<7} {} tokens: {phases}", timing.step, timing.tokens);
         }
     }
 
     fn to_json(&self) -> serde_json::Value {
         let receipt = self.receipt();
-        let timings = receipt.timings.iter().map(|timing| {
-            let mut object = json!({"step": timing.step, "tokens": timing.tokens});
-            for (name, ns) in phases(timing) {
-                object[format!("{name}_ns")] = ns.into();
-            }
-            object
-        });
         json!({
             "model": self.model.name,
             "family": self.model.family,
@@ -361,7 +331,7 @@ impl CallOutcome {
                 "queue_seconds": duration(receipt.queue_time).as_secs_f64(),
                 "step_seconds": duration(receipt.step_time).as_secs_f64(),
                 "routing": self.routing(),
-                "timings": timings.collect::<Vec<_>>(),
+                "timings": receipt.timings,
             },
         })
     }
@@ -371,14 +341,10 @@ fn duration(wire: Option<prost_types::Duration>) -> Duration {
     wire.and_then(|wire| received_duration(&wire)).unwrap_or_default()
 }
 
-fn phases(timing: &StepTiming) -> [(&'static str, u64); 7] {
-    [
-        ("copy_in", timing.copy_in_ns),
-        ("gate", timing.gate_ns),
-        ("prepare", timing.prepare_ns),
-        ("dispatch", timing.dispatch_ns),
-        ("experts", timing.experts_ns),
-        ("combine", timing.combine_ns),
-        ("copy_out", timing.copy_out_ns),
-    ]
+/// Durations of a step's phases in nanoseconds, in the order of [`Phase::ALL`].
+fn phase_ns(timing: &StepTiming) -> [u64; Phase::ALL.len()] {
+    let StepTiming {
+        copy_in_ns, gate_ns, prepare_ns, dispatch_ns, experts_ns, combine_ns, copy_out_ns, ..
+    } = *timing;
+    [copy_in_ns, gate_ns, prepare_ns, dispatch_ns, experts_ns, combine_ns, copy_out_ns]
 }

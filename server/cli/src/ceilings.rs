@@ -5,6 +5,7 @@ use std::process::{Command, ExitCode};
 use clap::Args;
 use expertd_kernels::ceilings::Ceilings;
 
+use super::exit::CommandError;
 use expertd_rank_cuda as gpu;
 
 /// Measure the speed limits of this machine's GPUs (replaced by `bench --ceilings`)
@@ -19,18 +20,14 @@ pub struct CeilingsArgs {
 }
 
 /// Measures the GPUs and prints the figures.
-#[must_use]
-pub fn run(args: &CeilingsArgs) -> ExitCode {
+///
+/// # Errors
+/// Why they cannot be measured.
+pub fn run(args: &CeilingsArgs) -> Result<ExitCode, CommandError> {
     eprintln!("WARNING: `expertd ceilings` will be removed; use `expertd bench --ceilings`");
-    match measured(args.gpus.map(|gpus| (0..gpus).collect())) {
-        Ok(found) if args.json => println!("{}", serde_json::json!(found)),
-        Ok(found) => println!("{}", in_words(&found)),
-        Err(error) => {
-            eprintln!("expertd ceilings: {error}");
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+    let found = measured(args.gpus.map(|gpus| (0..gpus).collect())).map_err(CommandError::failed)?;
+    println!("{}", if args.json { serde_json::json!(found).to_string() } else { in_words(&found) });
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Measures these GPUs [default: all that this process may use], in this process. A GPU that is listed more than once is measured once.

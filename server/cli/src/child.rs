@@ -7,7 +7,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// What a child process has answered.
-pub(crate) struct Answer {
+pub(crate) struct ChildAnswer {
     pub status: ExitStatus,
     /// What it wrote to its standard output and standard error, without blanks at the ends.
     pub output: String,
@@ -23,7 +23,7 @@ pub(crate) fn ask(
     arguments: &[&OsStr],
     environment: &[(String, String)],
     deadline: Duration,
-) -> std::io::Result<Option<Answer>> {
+) -> std::io::Result<Option<ChildAnswer>> {
     let mut child = Command::new("/proc/self/exe")
         .arg0("expertd")
         .args(["--log", "error"])
@@ -53,5 +53,5 @@ pub(crate) fn ask(
         let _ = pipe.read_to_string(&mut errors);
     }
     let trimmed = |text: String| text.trim().to_owned();
-    Ok(Some(Answer { status, output: trimmed(output), errors: trimmed(errors) }))
+    Ok(Some(ChildAnswer { status, output: trimmed(output), errors: trimmed(errors) }))
 }

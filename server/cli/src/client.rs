@@ -1,9 +1,10 @@
 //! Common parts of the client commands: connections, the model's description, error messages.
 
 use std::borrow::Cow;
-use std::path::{Path, PathBuf};
+use std::fmt::Display;
+use std::path::Path;
 
-use expertd_client::transport::{self, Channel, ConnectError, Credentials};
+use expertd_client::transport::{self, Channel, Credentials};
 use expertd_client::with_address_hint;
 use expertd_proto::retry_delay;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
@@ -12,61 +13,28 @@ use expertd_proto::v1::{GetModelRequest, GetModelResponse, Receipt};
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
-use super::exit;
+use super::exit::CommandError;
 use expertd_telemetry::code_name;
 
 /// Default address of the public API.
 pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
 
-/// Why a client command's call failed.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum ClientError {
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    #[error("cannot read {}: {source}", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
-    /// A file has content that cannot be used.
-    #[error("{0}")]
-    File(String),
-    /// A setting cannot be used, or the service has nothing to work with.
-    #[error("{0}")]
-    Content(String),
-    #[error("{call} failed: {}", describe(status))]
-    Call { call: String, status: Box<Status> },
-}
-
-/// The exit status of a command that failed.
-pub(crate) trait Failure: std::fmt::Display {
-    /// 64 for a file or arguments that cannot be used, otherwise 1.
-    fn exit_code(&self) -> u8 {
-        1
-    }
-}
-
-impl Failure for ClientError {
-    fn exit_code(&self) -> u8 {
-        if matches!(self, ClientError::Read { .. } | ClientError::File(_)) { exit::USAGE } else { 1 }
-    }
-}
-
-impl ClientError {
-    /// Wraps the status that `call` ended with.
-    pub fn call(call: impl Into<String>, status: Status) -> ClientError {
-        ClientError::Call { call: call.into(), status: Box::new(status) }
-    }
+/// The error of a call that ended with a status.
+pub(crate) fn call_failed(call: impl Display, status: &Status) -> CommandError {
+    CommandError::failed(format!("{call} failed: {}", describe(status)))
 }
 
 /// Reads a text file.
-pub(crate) fn read(path: &Path) -> Result<String, ClientError> {
-    std::fs::read_to_string(path).map_err(|source| ClientError::Read { path: path.to_owned(), source })
+pub(crate) fn read(path: &Path) -> Result<String, CommandError> {
+    std::fs::read_to_string(path)
+        .map_err(|error| CommandError::usage(format!("cannot read {}: {error}", path.display())))
 }
 
 /// Connects to `HOST:PORT`, `http://HOST:PORT` or `unix:/PATH`, over TLS if the credentials say so.
 ///
 /// # Errors
 /// If the address is malformed, a file cannot be used, or the connection fails.
-pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, ClientError> {
+pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, CommandError> {
     Ok(MoeClient::new(transport::connect_with(address, credentials).await?))
 }
 
@@ -76,12 +44,12 @@ pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClie
 pub async fn get_model(
     client: MoeClient<Channel>,
     name: &str,
-) -> Result<(MoeClient<Channel>, GetModelResponse), ClientError> {
+) -> Result<(MoeClient<Channel>, GetModelResponse), CommandError> {
     let mut client = client;
     let model = client
         .get_model(GetModelRequest { name: name.to_owned() })
         .await
-        .map_err(|status| ClientError::call("GetModel", explained(status)))?
+        .map_err(|status| call_failed("GetModel", &explained(status)))?
         .into_inner();
     let limit = model.limits.as_ref().map_or(0, |limits| limits.max_message_bytes);
     let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(CONTROL_MESSAGE_BYTES);

@@ -60,24 +60,13 @@ fn numbered_nodes(cores: &[usize]) -> Vec<(usize, Vec<usize>)> {
         .filter_map(|entry| {
             let number = entry.file_name().to_str()?.strip_prefix("node")?.parse().ok()?;
             let list = fs::read_to_string(entry.path().join("cpulist")).ok()?;
-            let of_node = parse_list(list.trim());
+            let of_node = parse(list.trim()).ok()?;
             Some((number, cores.iter().copied().filter(|c| of_node.contains(c)).collect::<Vec<_>>()))
         })
         .filter(|(_, cores)| !cores.is_empty())
         .collect();
     nodes.sort();
     nodes
-}
-
-/// Parses the kernel's lists such as `0-3,8`. Entries that are not numbers are skipped.
-fn parse_list(text: &str) -> Vec<usize> {
-    text.split(',')
-        .filter_map(|part| {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            Some(first.trim().parse::<usize>().ok()?..=last.trim().parse().ok()?)
-        })
-        .flatten()
-        .collect()
 }
 
 /// Divides `cores` among `ranks`. A rank's cores are neighbours, and the ranks' numbers of cores differ by at most one. With
@@ -167,11 +156,5 @@ mod tests {
         let mut of_nodes = numa_nodes(&cores).concat();
         of_nodes.sort_unstable();
         assert_eq!(of_nodes, cores);
-    }
-
-    #[test]
-    fn kernel_lists() {
-        assert_eq!(parse_list("0-2,7"), [0, 1, 2, 7]);
-        assert!(parse_list("").is_empty());
     }
 }

@@ -11,16 +11,17 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, StandardNormal};
 
-use super::client::{self, ClientError, Failure};
-use super::serve::plan::{PlanError, ServePlan};
+use super::client::{self, call_failed};
+use super::exit::CommandError;
+use super::serve::plan::ServePlan;
 use super::serve::settings::{Given, ServeArgs};
-use super::serve::{Prepared, Running, StartError, describe_plan, follow_loading};
+use super::serve::{PreparedService, RunningService, describe_plan, follow_loading};
 use super::units::{bytes, count, time};
 use expertd_compute::experts::reference;
 use expertd_core::backend::{Backend, ServiceState};
 use expertd_ipc::control::DeviceKind;
-use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
-use expertd_model::{Checkpoint, ModelError};
+use expertd_model::Checkpoint;
+use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_types::{DType, Fp8Products, rows};
 
 /// Largest relative error of a correct row, which f32 arithmetic computes and sums in f64 check.
@@ -64,34 +65,14 @@ pub struct DemoArgs {
     pub layers: usize,
 }
 
-/// Why the demo failed.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum DemoError {
-    #[error("cannot make a temporary folder: {0}")]
-    Folder(std::io::Error),
-    #[error(transparent)]
-    Synth(#[from] SynthError),
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    #[error(transparent)]
-    Start(#[from] StartError),
-    #[error("the service did not get ready: {0}")]
-    NotReady(String),
-    #[error(transparent)]
-    Client(#[from] ClientError),
-}
-
-impl Failure for DemoError {}
-
 /// Runs the demo.
 ///
 /// # Errors
-/// [`DemoError`]. A wrong answer is not an error but exit status 1.
-pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
-    let folder = tempfile::Builder::new().prefix("expertd-demo-").tempdir().map_err(DemoError::Folder)?;
+/// If the checkpoint or the service cannot be made. A wrong answer is not an error but exit status 1.
+pub async fn run(args: DemoArgs) -> Result<ExitCode, CommandError> {
+    let folder = tempfile::Builder::new().prefix("expertd-demo-").tempdir();
+    let folder =
+        folder.map_err(|error| CommandError::failed(format!("cannot make a temporary folder: {error}")))?;
     let config = SynthConfig {
         hidden: args.hidden,
         experts: args.experts,
@@ -117,9 +98,9 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
         max_tokens_per_step: Some(args.tokens.max(64)),
         ..ServeArgs::default()
     };
-    let plan = ServePlan::new(Given::merge(&serve, None).map_err(PlanError::from)?)?;
+    let plan = ServePlan::new(Given::merge(&serve, None)?)?;
     print!("{}", describe_plan(&plan));
-    let running = Running::start(Prepared::new(plan)?).await?;
+    let running = RunningService::start(PreparedService::new(plan)?).await?;
     let service = std::sync::Arc::clone(running.service());
     let _ = tokio::task::spawn_blocking(move || follow_loading(&service)).await;
     let verdict = call_all(&args, &running, &Checkpoint::open(&path)?).await;
@@ -132,10 +113,14 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
 }
 
 /// Sends tokens through every layer; returns whether all rows were right.
-async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -> Result<bool, DemoError> {
+async fn call_all(
+    args: &DemoArgs,
+    running: &RunningService,
+    checkpoint: &Checkpoint,
+) -> Result<bool, CommandError> {
     let status = running.service().status();
     if status.state != ServiceState::Serving {
-        return Err(DemoError::NotReady(status.reason));
+        return Err(CommandError::failed(format!("the service did not get ready: {}", status.reason)));
     }
     let address = running.address().map(ToString::to_string).unwrap_or_default();
     println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
@@ -161,11 +146,8 @@ async fn call_all(args: &DemoArgs, running: &Running, checkpoint: &Checkpoint) -
             ..ForwardRequest::default()
         };
         let sent = Instant::now();
-        let answer = client
-            .forward(request)
-            .await
-            .map_err(|status| ClientError::call("Forward", status))?
-            .into_inner();
+        let answer =
+            client.forward(request).await.map_err(|status| call_failed("Forward", &status))?.into_inner();
         let latency = sent.elapsed();
         let receipt = answer.receipt.unwrap_or_default();
         let ids = rows::decode_i32(&receipt.topk_ids);

@@ -8,7 +8,7 @@ use expertd_proto::v1::{DrainRequest, DrainResponse};
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
-use super::client::ClientError;
+use super::exit::CommandError;
 
 /// Stop admitting requests, finish what is in flight, and end the service
 ///
@@ -35,7 +35,7 @@ fn positive_seconds(text: &str) -> Result<f64, String> {
 }
 
 /// Drains a service.
-pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
+pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, CommandError> {
     let mut admin = args.admin.connect().await?;
     let timeout = args.timeout.map(Duration::from_secs_f64);
     let timeout_ms =
@@ -47,7 +47,7 @@ pub async fn drain(args: &DrainArgs) -> Result<DrainResponse, ClientError> {
 }
 
 /// Drains a service and prints the result; exit status 0 if every request was answered.
-pub async fn run(args: DrainArgs) -> Result<ExitCode, ClientError> {
+pub async fn run(args: DrainArgs) -> Result<ExitCode, CommandError> {
     let DrainResponse { requests_dropped } = drain(&args).await?;
     if args.json {
         println!("{}", json!({ "requests_dropped": requests_dropped }));

@@ -5,25 +5,15 @@
 //! per row.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 
-use expertd_types::rows::{decode_f32, decode_i32};
-
-/// Why a golden file cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum GoldenError {
-    #[error("cannot read {}: {source}", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("{} is not a valid safetensors file: {source}", path.display())]
-    Format { path: PathBuf, source: safetensors::SafeTensorError },
-    #[error("{}: tensor {tensor}: expected {expected}, found {found}", path.display())]
-    Tensor { path: PathBuf, tensor: String, expected: String, found: String },
-    #[error("{} has no recorded layer: expected tensors layers.L.input and layers.L.output", path.display())]
-    Empty { path: PathBuf },
-}
+use super::exit::CommandError;
+use expertd_proto::v1::Routing;
+use expertd_types::DType;
+use expertd_types::rows::{decode_f32, decode_i32, encode, encode_i32};
 
 /// Routing of the recorded rows.
 #[derive(Clone, Debug)]
@@ -34,6 +24,18 @@ pub struct GoldenRouting {
     pub ids: Vec<i32>,
     /// `[tokens, k]`, the factors that expert outputs are multiplied by.
     pub weights: Vec<f32>,
+}
+
+impl GoldenRouting {
+    /// The routing of some rows as a call carries it.
+    pub(crate) fn of_rows(&self, rows: Range<usize>) -> Routing {
+        let span = rows.start * self.k..rows.end * self.k;
+        Routing {
+            topk_ids: encode_i32(&self.ids[span.clone()]),
+            topk_weights: encode(&self.weights[span], DType::F32),
+            k: u32::try_from(self.k).unwrap_or(u32::MAX),
+        }
+    }
 }
 
 /// One recorded layer.
@@ -65,11 +67,13 @@ impl Golden {
     ///
     /// # Errors
     /// If the file cannot be read, is not a safetensors file, has no recorded layer, or a tensor has the wrong shape or type.
-    pub fn read(path: &Path) -> Result<Golden, GoldenError> {
-        let data =
-            std::fs::read(path).map_err(|source| GoldenError::Read { path: path.to_owned(), source })?;
-        let tensors = SafeTensors::deserialize(&data)
-            .map_err(|source| GoldenError::Format { path: path.to_owned(), source })?;
+    pub fn read(path: &Path) -> Result<Golden, CommandError> {
+        let name = path.display();
+        let data = std::fs::read(path)
+            .map_err(|error| CommandError::usage(format!("cannot read {name}: {error}")))?;
+        let tensors = SafeTensors::deserialize(&data).map_err(|error| {
+            CommandError::usage(format!("{name} is not a valid safetensors file: {error}"))
+        })?;
         let reader = Reader { path, tensors };
         let mut layers = BTreeMap::new();
         for name in reader.tensors.names() {
@@ -79,7 +83,9 @@ impl Golden {
             }
         }
         if layers.is_empty() {
-            return Err(GoldenError::Empty { path: path.to_owned() });
+            return Err(CommandError::usage(format!(
+                "{name} has no recorded layer: expected tensors layers.L.input and layers.L.output"
+            )));
         }
         Ok(Golden { layers, token_ids: reader.token_ids()? })
     }
@@ -94,17 +100,13 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn bad(&self, tensor: &str, expected: &str, found: String) -> GoldenError {
-        GoldenError::Tensor {
-            path: self.path.to_owned(),
-            tensor: tensor.to_owned(),
-            expected: expected.to_owned(),
-            found,
-        }
+    fn bad(&self, tensor: &str, expected: &str, found: String) -> CommandError {
+        let path = self.path.display();
+        CommandError::usage(format!("{path}: tensor {tensor}: expected {expected}, found {found}"))
     }
 
     /// The matrix `name` of type `dtype`, or `None` if the file does not have it.
-    fn matrix(&self, name: &str, dtype: Dtype) -> Result<Option<Matrix<'_>>, GoldenError> {
+    fn matrix(&self, name: &str, dtype: Dtype) -> Result<Option<Matrix<'_>>, CommandError> {
         let Ok(view) = self.tensors.tensor(name) else { return Ok(None) };
         match *view.shape() {
             [rows, columns] if view.dtype() == dtype => Ok(Some((rows, columns, view.data()))),
@@ -116,7 +118,7 @@ impl Reader<'_> {
         }
     }
 
-    fn layer(&self, layer: u32) -> Result<GoldenLayer, GoldenError> {
+    fn layer(&self, layer: u32) -> Result<GoldenLayer, CommandError> {
         let tensor = |what: &str| format!("layers.{layer}.{what}");
         let missing = |what: &str| self.bad(&tensor(what), "to be present", "no such tensor".to_owned());
         let (tokens, hidden, input) =
@@ -150,7 +152,7 @@ impl Reader<'_> {
         Ok(GoldenLayer { tokens, hidden, input: decode_f32(input), output: decode_f32(output), routing })
     }
 
-    fn token_ids(&self) -> Result<Vec<i32>, GoldenError> {
+    fn token_ids(&self) -> Result<Vec<i32>, CommandError> {
         let Ok(view) = self.tensors.tensor("input_ids") else { return Ok(Vec::new()) };
         match view.dtype() {
             Dtype::I32 => Ok(decode_i32(view.data())),
@@ -224,6 +226,6 @@ mod tests {
         let message = Golden::read(lonely.path()).unwrap_err().to_string();
         assert!(message.contains("layers.0.output"), "{message}");
         let empty = file(vec![("logits", Dtype::F32, vec![1], floats(&[1.0]))]);
-        assert!(matches!(Golden::read(empty.path()), Err(GoldenError::Empty { .. })));
+        assert!(Golden::read(empty.path()).unwrap_err().to_string().contains("has no recorded layer"));
     }
 }

@@ -8,14 +8,15 @@ use clap::Args;
 use serde_json::json;
 
 use super::cores::{available_cores, usable};
+use super::exit::CommandError;
 use super::predict::{self, MemoryRates};
 use super::serve::division::by_memory;
 use super::serve::kinds::MemorySize;
 use super::serve::layers;
-use super::units::{bytes, wrap};
+use super::units::{bytes, runs, wrap};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_ipc::control::DeviceKind;
-use expertd_model::{Checkpoint, ModelError, ModelSpec, MoeLayer, Placement, WeightFormat};
+use expertd_model::{Checkpoint, ModelSpec, MoeLayer, Placement, WeightFormat};
 use expertd_rank::end_with;
 use expertd_rank::share::available_memory;
 use expertd_rank_cuda as gpu;
@@ -77,43 +78,27 @@ pub struct InspectArgs {
 }
 
 /// Opens a checkpoint and describes it; exit status 64 if it cannot be served.
-#[must_use]
-pub fn run(args: &InspectArgs) -> ExitCode {
-    if let Some(parent) = args.parent
-        && let Err(error) = end_with(parent)
-    {
-        eprintln!("expertd inspect: {error}");
-        return ExitCode::FAILURE;
+///
+/// # Errors
+/// If it cannot be served, or an argument does not fit it.
+pub fn run(args: &InspectArgs) -> Result<ExitCode, CommandError> {
+    if let Some(parent) = args.parent {
+        end_with(parent)?;
     }
-    let choice = match layers::parse(&args.layers, layers::host_name) {
-        Ok(choice) => choice,
-        Err(problem) => {
-            eprintln!("expertd inspect: --layers {problem}");
-            return ExitCode::from(ModelError::EXIT_CODE);
-        }
-    };
-    match Checkpoint::open_layers(args.checkpoint.folder(), choice) {
-        Ok(checkpoint) => {
-            let ranks = usize::from(args.ranks);
-            let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };
-            let describe = if args.json { as_json } else { in_words };
-            print!("{}", describe(&checkpoint, ranks, coverage));
-            let available = available_memory();
-            match args.gpu_memory.map(|size| tiers(checkpoint.spec(), size.0, args.memory_rates, available)) {
-                Some(Ok(text)) => println!("{text}"),
-                Some(Err(problem)) => {
-                    eprintln!("expertd inspect: --gpu-memory {problem}");
-                    return ExitCode::from(ModelError::EXIT_CODE);
-                }
-                None => {}
-            }
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("expertd inspect: {error}");
-            ExitCode::from(ModelError::EXIT_CODE)
-        }
+    let usage = |name: &str, problem: String| CommandError::usage(format!("{name} {problem}"));
+    let choice =
+        layers::parse(&args.layers, layers::host_name).map_err(|problem| usage("--layers", problem))?;
+    let checkpoint =
+        Checkpoint::open_layers(args.checkpoint.folder(), choice).map_err(CommandError::usage)?;
+    let coverage = if args.verify_weights { Coverage::Whole } else { Coverage::Sampled };
+    let describe = if args.json { as_json } else { in_words };
+    print!("{}", describe(&checkpoint, usize::from(args.ranks), coverage));
+    if let Some(size) = args.gpu_memory {
+        let tiers = tiers(checkpoint.spec(), size.0, args.memory_rates, available_memory());
+        let text = tiers.map_err(|problem| usage("--gpu-memory", problem))?;
+        println!("{text}");
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// `[ranks]`: bytes of weights that each rank would hold: its routed experts, and all shared experts and gates.
@@ -326,15 +311,8 @@ fn group_equal(spec: &ModelSpec) -> Vec<(Vec<LayerId>, &MoeLayer)> {
 
 /// Formats ascending numbers as ranges: `0 to 3, 5`.
 fn ranges(layers: &[LayerId]) -> String {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for layer in layers {
-        match ranges.last_mut() {
-            Some((_, end)) if *end + 1 == layer.0 => *end = layer.0,
-            _ => ranges.push((layer.0, layer.0)),
-        }
-    }
     let text = |(start, end)| if start == end { format!("{start}") } else { format!("{start} to {end}") };
-    ranges.into_iter().map(text).collect::<Vec<_>>().join(", ")
+    runs(layers.iter().map(|layer| layer.index())).into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

@@ -16,7 +16,6 @@ pub mod exit;
 pub mod golden;
 pub mod inspect;
 pub mod inventory;
-pub mod loader;
 mod mps;
 pub mod network_agent;
 mod predict;
@@ -36,7 +35,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use self::client::Failure;
+use self::exit::CommandError;
 use expertd_telemetry::{LogFormat, flush_logs, init_logs, set_build};
 
 /// Runs the Mixture-of-Experts blocks of real checkpoints with expert parallelism, over gRPC.
@@ -86,7 +85,7 @@ enum Command {
     Rank(rank::RankArgs),
     /// Pack the weights of one expert rank (internal; started by `serve`)
     #[command(hide = true)]
-    Loader(loader::LoaderArgs),
+    Loader(rank::RankArgs),
     /// Serve one network session (internal; started by `serve`)
     #[command(hide = true)]
     NetworkAgent(network_agent::AgentArgs),
@@ -135,18 +134,18 @@ pub fn main() -> ExitCode {
         Command::Demo(args) => block_on("demo", demo::run(args)),
         Command::Call(args) => block_on("call", call::run(args)),
         Command::Verify(args) => block_on("verify", verify::run(args)),
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Size(args) => size::run(&args),
-        Command::Synth(args) => synth::run(&args),
+        Command::Inspect(args) => exit("inspect", inspect::run(&args)),
+        Command::Size(args) => exit("size", size::run(&args)),
+        Command::Synth(args) => exit("synth", synth::run(&args)),
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(args) => block_on("bench", bench::run(args)),
-        Command::Ceilings(args) => ceilings::run(&args),
+        Command::Ceilings(args) => exit("ceilings", ceilings::run(&args)),
         Command::Status(args) => block_on("status", status::run(args)),
         Command::Drain(args) => block_on("drain", drain::run(args)),
         Command::Reload(args) => block_on("reload", reload::run(args)),
         Command::Rebalance(args) => block_on("rebalance", rebalance::run(args)),
         Command::Rank(args) => rank::run(&args),
-        Command::Loader(args) => loader::run(&args),
+        Command::Loader(args) => rank::pack_weights(&args),
         Command::NetworkAgent(args) => network_agent::run(&args),
         Command::Inventory => inventory::run(),
     };
@@ -169,18 +168,18 @@ fn end_quietly_without_a_reader() {
     }));
 }
 
-/// Runs a command. If it fails, prints the error and returns the error's exit status.
-fn block_on<E: Failure>(name: &str, command: impl Future<Output = Result<ExitCode, E>>) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            eprintln!("expertd {name}: cannot start the asynchronous runtime: {error}");
-            return ExitCode::FAILURE;
-        }
-    };
-    runtime.block_on(command).unwrap_or_else(|error| {
+/// Runs a command to its exit status.
+fn block_on(name: &str, command: impl Future<Output = Result<ExitCode, CommandError>>) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let failed = |error| CommandError::failed(format!("cannot start the asynchronous runtime: {error}"));
+    exit(name, runtime.map_err(failed).and_then(|runtime| runtime.block_on(command)))
+}
+
+/// The exit status of a command, whose error is printed.
+fn exit(name: &str, result: Result<ExitCode, CommandError>) -> ExitCode {
+    result.unwrap_or_else(|error| {
         eprintln!("expertd {name}: {error}");
-        ExitCode::from(error.exit_code())
+        ExitCode::from(error.status())
     })
 }
 

@@ -5,13 +5,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use expertd_core::backend::{ExpertRows, LayerRows};
+use expertd_core::backend::ExpertRows;
 use expertd_model::balance::{balance, balance_mixed, imbalance, loads};
-use expertd_proto::v1::GetExpertRowsResponse;
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
 use super::admin::AdminAddress;
-use super::client::{ClientError, read};
+use super::client::read;
+use super::exit::CommandError;
 use super::status::expert_rows;
 
 /// Print a placement of experts that evens out the load of ranks, from the rows that a service has counted
@@ -56,10 +56,10 @@ struct Change {
 ///
 /// # Errors
 /// If the rows cannot be had, or there are none.
-pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
+pub async fn run(args: RebalanceArgs) -> Result<ExitCode, CommandError> {
     let rows = match &args.rows {
         Some(path) => ExpertRows::from_json(&read(path)?).map_err(|error| {
-            ClientError::File(format!(
+            CommandError::usage(format!(
                 "{}: {error}; expected what `expertd status --expert-rows` prints",
                 path.display()
             ))
@@ -67,23 +67,23 @@ pub async fn run(args: RebalanceArgs) -> Result<ExitCode, ClientError> {
         None => measure(&args).await?,
     };
     if let Some(problem) = nothing_to_do(&rows, args.ranks) {
-        return Err(ClientError::Content(problem));
+        return Err(CommandError::failed(problem));
     }
     if args.spare_experts > 0 && rows.layers.iter().any(|layer| layer.source_experts.is_some()) {
         let found = args.spare_experts;
-        return Err(ClientError::Content(format!(
+        return Err(CommandError::failed(format!(
             "--spare-experts is {found}, but in a mixed group one rank computes all rows of an expert, so copies only take memory; leave it out"
         )));
     }
     let (placement, changes) = rebalance(&rows, args.ranks, args.spare_experts).ok_or_else(|| {
-        ClientError::Content(match args.seconds {
+        CommandError::failed(match args.seconds {
             Some(seconds) => format!("no expert has computed a row in {seconds} s; send requests meanwhile"),
             None => "no expert has computed a row yet; send requests first".to_owned(),
         })
     })?;
     eprint!("{}", in_words(&changes));
     let text = serde_json::to_string(&placement);
-    println!("{}", text.map_err(|error| ClientError::Content(error.to_string()))?);
+    println!("{}", text.map_err(|error| CommandError::failed(error.to_string()))?);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -95,20 +95,11 @@ fn nothing_to_do(rows: &ExpertRows, ranks: Option<u32>) -> Option<String> {
 }
 
 /// The rows that a service has counted since its start, or counts during the given time.
-async fn measure(args: &RebalanceArgs) -> Result<ExpertRows, ClientError> {
-    let before = from_message(expert_rows(&args.admin).await?);
+async fn measure(args: &RebalanceArgs) -> Result<ExpertRows, CommandError> {
+    let before = expert_rows(&args.admin).await?;
     let Some(seconds) = args.seconds else { return Ok(before) };
     tokio::time::sleep(Duration::from_secs(seconds.into())).await;
-    Ok(since(from_message(expert_rows(&args.admin).await?), &before))
-}
-
-fn from_message(message: GetExpertRowsResponse) -> ExpertRows {
-    let layers = message.layers.into_iter().map(|layer| LayerRows {
-        layer: LayerId(layer.layer),
-        ranks: layer.ranks.into_iter().map(|rank| rank.rows).collect(),
-        source_experts: layer.source_experts.map(|experts| experts as usize),
-    });
-    ExpertRows { layers: layers.collect() }
+    Ok(since(expert_rows(&args.admin).await?, &before))
 }
 
 /// Rows counted between `before` and `now`.
@@ -187,6 +178,7 @@ mod tests {
 
     use std::collections::BTreeMap;
 
+    use expertd_core::backend::LayerRows;
     use expertd_types::Rank;
 
     use super::*;

@@ -8,7 +8,8 @@ use expertd_proto::v1::{ReloadRequest, ReloadResponse};
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
-use super::client::{ClientError, read};
+use super::client::read;
+use super::exit::CommandError;
 
 /// Load other weights of the same shape, or another placement of experts, into a running service, without failing a call
 ///
@@ -36,7 +37,7 @@ pub struct ReloadArgs {
 ///
 /// # Errors
 /// If the service does not answer, or the new weights do not serve.
-pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
+pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, CommandError> {
     // The service has its own working directory.
     let model = args.model.as_ref().map(|path| path.canonicalize().unwrap_or_else(|_| path.clone()));
     let model = model.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
@@ -53,10 +54,10 @@ pub async fn reload(args: &ReloadArgs) -> Result<ReloadResponse, ClientError> {
 }
 
 /// The placement in a file. An empty text would mean the present placement to the service.
-fn placement_in(path: &Path) -> Result<String, ClientError> {
+fn placement_in(path: &Path) -> Result<String, CommandError> {
     let text = read(path)?;
     if text.trim().is_empty() {
-        return Err(ClientError::File(format!(
+        return Err(CommandError::usage(format!(
             "{} is empty; expected a placement as `expertd rebalance` prints it (it prints none if it fails)",
             path.display()
         )));
@@ -65,7 +66,7 @@ fn placement_in(path: &Path) -> Result<String, ClientError> {
 }
 
 /// Reloads the weights of a service and prints the result.
-pub async fn run(args: ReloadArgs) -> Result<ExitCode, ClientError> {
+pub async fn run(args: ReloadArgs) -> Result<ExitCode, CommandError> {
     let ReloadResponse { weight_version, weight_fingerprint, load_seconds, pause_seconds } =
         reload(&args).await?;
     if args.json {
@@ -90,14 +91,13 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::client::Failure as _;
 
     #[tokio::test]
     async fn a_missing_placement_is_told_before_the_service_is_asked() {
         let admin = AdminAddress { address: Some("127.0.0.1:1".to_owned()), ..AdminAddress::default() };
         let placement = Some("/no/such/placement.json".into());
         let error = reload(&ReloadArgs { model: None, placement, admin, json: false }).await.unwrap_err();
-        assert!(error.exit_code() == 64 && error.to_string().contains("/no/such"), "{error}");
+        assert!(error.status() == 64 && error.to_string().contains("/no/such"), "{error}");
     }
 
     #[test]

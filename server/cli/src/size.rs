@@ -6,18 +6,18 @@ use std::process::ExitCode;
 
 use clap::Args;
 
+use super::exit::CommandError;
 use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
 use super::predict::{self, MemoryRates};
 use super::serve::division::by_memory;
 use super::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use super::serve::layers;
-use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, read_placement};
+use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, group_shape, read_placement};
 use super::units::{bytes, count, wrap};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
-use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
-use expertd_model::{Checkpoint, LayerChoice, ModelError, ModelSpec, MoeLayer};
+use expertd_model::{Checkpoint, LayerChoice, ModelSpec, MoeLayer};
 use expertd_rank::share::ExpertShare;
 use expertd_rank_cuda as gpu;
 use expertd_tier::{TierLayout, TierShape};
@@ -126,17 +126,7 @@ impl MemoryNeeds {
             spare => moe.experts.count.div_ceil(ranks).saturating_add(spare).min(moe.experts.count),
         };
         let per_step = args.max_tokens_per_step as usize;
-        let per_rank = per_step.div_ceil(sources as usize);
-        let max_top_k = spec.max_top_k();
-        let shape = GroupShape {
-            ranks: sources + workers,
-            sources,
-            slots: args.slots,
-            max_tokens_per_rank: per_rank,
-            max_segments: per_rank,
-            hidden: spec.hidden,
-            max_top_k,
-        };
+        let shape = group_shape(spec, sources + workers, sources, args.slots, per_step);
         let wire = match shape.is_mixed() {
             true => TierLayout::new(TierShape::of(&shape)).map_err(|error| error.to_string())?.bytes(),
             false => 0,
@@ -146,7 +136,7 @@ impl MemoryNeeds {
             DeviceKind::Cpu => expertd_rank_cpu::window_bytes(&shape).map_err(|error| error.to_string())?,
             DeviceKind::Cuda => gpu::window_bytes(&shape, spec.max_experts()),
         };
-        let message = Limits::message_bytes(2 * per_step, spec.hidden, max_top_k);
+        let message = Limits::message_bytes(2 * per_step, spec.hidden, shape.max_top_k);
         let in_flight = args.max_bytes_in_flight.unwrap_or(default_bytes_in_flight(message));
         if in_flight < message {
             return Err(format!(
@@ -252,19 +242,13 @@ fn group(args: &SizeArgs) -> Result<(u32, u32), String> {
     }
 }
 
-/// Prints the sizes; exit status 64 if the checkpoint or a size cannot be used.
-#[must_use]
-pub fn run(args: &SizeArgs) -> ExitCode {
-    match text(args) {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("expertd size: {error}");
-            ExitCode::from(ModelError::EXIT_CODE)
-        }
-    }
+/// Prints the sizes.
+///
+/// # Errors
+/// If the checkpoint or a size cannot be used.
+pub fn run(args: &SizeArgs) -> Result<ExitCode, CommandError> {
+    print!("{}", text(args).map_err(CommandError::usage)?);
+    Ok(ExitCode::SUCCESS)
 }
 
 fn text(args: &SizeArgs) -> Result<String, String> {

@@ -6,14 +6,17 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use expertd_core::backend::{ExpertRows, LayerRows};
 use expertd_proto::v1::{
-    GetExpertRowsRequest, GetExpertRowsResponse, GetStatusRequest, GetStatusResponse, GpuUsage, Imbalance,
-    RankStatus, ServiceState, SessionStatus,
+    GetExpertRowsRequest, GetStatusRequest, GetStatusResponse, GpuUsage, Imbalance, RankStatus, ServiceState,
+    SessionStatus,
 };
+use expertd_types::LayerId;
 use serde_json::json;
 
 use super::admin::{AdminAddress, call_error};
-use super::client::{ClientError, printable};
+use super::client::printable;
+use super::exit::CommandError;
 use super::units::{bytes, count};
 
 /// Show the state of a running service, its EP group and its ranks
@@ -43,7 +46,7 @@ fn interval(text: &str) -> Result<f64, String> {
 }
 
 /// Gets the state of a service.
-pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError> {
+pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, CommandError> {
     let mut admin = args.admin.connect().await?;
     match admin.get_status(GetStatusRequest {}).await {
         Ok(response) => Ok(response.into_inner()),
@@ -52,38 +55,25 @@ pub async fn status(args: &StatusArgs) -> Result<GetStatusResponse, ClientError>
 }
 
 /// Gets the rows that experts have computed.
-pub async fn expert_rows(address: &AdminAddress) -> Result<GetExpertRowsResponse, ClientError> {
+pub async fn expert_rows(address: &AdminAddress) -> Result<ExpertRows, CommandError> {
     let mut admin = address.connect().await?;
-    match admin.get_expert_rows(GetExpertRowsRequest {}).await {
-        Ok(response) => Ok(response.into_inner()),
-        Err(status) => Err(call_error("GetExpertRows", &address.shown(), status)),
-    }
-}
-
-/// Rows of experts as JSON, which `expertd rebalance --rows` reads.
-fn rows_to_json(rows: &GetExpertRowsResponse) -> serde_json::Value {
-    let layers: Vec<_> = rows
-        .layers
-        .iter()
-        .map(|layer| {
-            let ranks: Vec<_> = layer.ranks.iter().map(|rank| &rank.rows).collect();
-            let mut rows = json!({ "layer": layer.layer, "ranks": ranks });
-            if let Some(experts) = layer.source_experts {
-                rows["source_experts"] = experts.into();
-            }
-            rows
-        })
-        .collect();
-    json!({ "layers": layers })
+    let response = admin.get_expert_rows(GetExpertRowsRequest {}).await;
+    let response = response.map_err(|status| call_error("GetExpertRows", &address.shown(), status))?;
+    let layers = response.into_inner().layers.into_iter().map(|layer| LayerRows {
+        layer: LayerId(layer.layer),
+        ranks: layer.ranks.into_iter().map(|rank| rank.rows).collect(),
+        source_experts: layer.source_experts.map(|experts| experts as usize),
+    });
+    Ok(ExpertRows { layers: layers.collect() })
 }
 
 /// Prints the state of a service; exit status 0 if requests are admitted.
-pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
+pub async fn run(args: StatusArgs) -> Result<ExitCode, CommandError> {
     if let Some(seconds) = args.watch {
         return watch(&args, Duration::from_secs_f64(seconds)).await;
     }
     if args.expert_rows {
-        println!("{}", rows_to_json(&expert_rows(&args.admin).await?));
+        println!("{}", json!(expert_rows(&args.admin).await?));
         return Ok(ExitCode::SUCCESS);
     }
     let status = status(&args).await?;
@@ -93,7 +83,7 @@ pub async fn run(args: StatusArgs) -> Result<ExitCode, ClientError> {
 
 /// Shows the state repeatedly. A terminal is cleared each time; otherwise each state is a paragraph or a line of JSON. If the service
 /// does not answer, that is shown, and the next call is made as usual.
-async fn watch(args: &StatusArgs, interval: Duration) -> Result<ExitCode, ClientError> {
+async fn watch(args: &StatusArgs, interval: Duration) -> Result<ExitCode, CommandError> {
     /// Clears a terminal and goes to its first line.
     const CLEAR: &str = "\x1b[2J\x1b[H";
     let terminal = std::io::stdout().is_terminal();
@@ -221,72 +211,9 @@ fn session_text(session: &SessionStatus) -> String {
 }
 
 fn to_json(status: &GetStatusResponse) -> serde_json::Value {
-    let ranks: Vec<_> = status
-        .ranks
-        .iter()
-        .map(|rank| {
-            json!({
-                "rank": rank.rank,
-                "pid": rank.pid,
-                "device": rank.device,
-                "state": rank.state,
-                "weight_bytes_loaded": rank.weight_bytes_loaded,
-                "weight_bytes_total": rank.weight_bytes_total,
-                "gpu": rank.gpu.as_ref().map(|gpu| json!({
-                    "memory_used_bytes": gpu.memory_used_bytes,
-                    "memory_total_bytes": gpu.memory_total_bytes,
-                    "utilization_percent": gpu.utilization_percent,
-                })),
-            })
-        })
-        .collect();
-    let sessions: Vec<_> = status
-        .sessions
-        .iter()
-        .map(|session| {
-            json!({
-                "session": session.session,
-                "user": session.user,
-                "pid": session.pid,
-                "age_seconds": session.age_seconds,
-                "bytes": session.bytes,
-                "calls_total": session.calls_total,
-                "rows_total": session.rows_total,
-                "calls_in_flight": session.calls_in_flight,
-                "in_place": session.in_place,
-                "refusal": session.refusal,
-                "device": session.device,
-            })
-        })
-        .collect();
-    json!({
-        "state": state_name(status.state()),
-        "reason": status.reason,
-        "generation": status.generation,
-        "weight_version": status.weight_version,
-        "weight_fingerprint": status.weight_fingerprint,
-        "weight_folder": status.weight_folder,
-        "reload": status.reload.as_ref().map(|reload| json!({
-            "weight_bytes_loaded": reload.weight_bytes_loaded,
-            "weight_bytes_total": reload.weight_bytes_total,
-        })),
-        "model": status.model,
-        "version": status.version,
-        "steps_total": status.steps_total,
-        "requests_in_flight": status.requests_in_flight,
-        "requests_queued": status.requests_queued,
-        "tokens_queued": status.tokens_queued,
-        "uptime_seconds": status.uptime_seconds,
-        "imbalance": status.imbalance.as_ref().map(|imbalance| json!({
-            "mean": imbalance.mean,
-            "largest": imbalance.largest,
-            "largest_layer": imbalance.largest_layer,
-        })),
-        "router_memory_bytes": status.router_memory_bytes,
-        "router_memory_limit_bytes": status.router_memory_limit_bytes,
-        "ranks": ranks,
-        "sessions": sessions,
-    })
+    let mut value = json!(status);
+    value["state"] = state_name(status.state()).into();
+    value
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::exit::CommandError;
 use expertd_model::synth::{self, SynthConfig, SynthError, SynthFormat};
 
 /// Write a random checkpoint of any supported family in Hugging Face layout
@@ -62,30 +63,23 @@ impl SynthArgs {
 }
 
 /// Writes the checkpoint, with a progress bar on the terminal.
-#[must_use]
-pub fn run(args: &SynthArgs) -> ExitCode {
+///
+/// # Errors
+/// If the folder is not empty, no checkpoint has these sizes, or the files cannot be written.
+pub fn run(args: &SynthArgs) -> Result<ExitCode, CommandError> {
     if let Some(found) = first_file(&args.out) {
-        eprintln!(
-            "expertd synth: {} is not empty (it contains `{found}`); expected an empty or new folder, so that nothing is \
-             overwritten: choose another --out, or empty the folder",
+        return Err(CommandError::usage(format!(
+            "{} is not empty (it contains `{found}`); expected an empty or new folder, so that nothing is overwritten: choose \
+             another --out, or empty the folder",
             args.out.display()
-        );
-        return ExitCode::from(expertd_model::ModelError::EXIT_CODE);
+        )));
     }
-    match write(args) {
-        Ok(bytes) => {
-            println!("wrote {} of weights to {}", super::units::bytes(bytes), args.out.display());
-            ExitCode::SUCCESS
-        }
-        Err(error @ (SynthError::Io { .. } | SynthError::Space { .. })) => {
-            eprintln!("expertd synth: {error}");
-            ExitCode::FAILURE
-        }
-        Err(error) => {
-            eprintln!("expertd synth: {error}");
-            ExitCode::from(expertd_model::ModelError::EXIT_CODE)
-        }
-    }
+    let written = write(args).map_err(|error| match error {
+        SynthError::Io { .. } | SynthError::Space { .. } => CommandError::failed(error),
+        error => CommandError::usage(error),
+    });
+    println!("wrote {} of weights to {}", super::units::bytes(written?), args.out.display());
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Name of an entry of the folder, if it has any.

@@ -38,6 +38,18 @@ pub(crate) fn count(number: u64, one: &str) -> String {
     format!("{number} {one}{}", if number == 1 { "" } else { "s" })
 }
 
+/// First and last number of each run of consecutive numbers.
+pub(crate) fn runs(numbers: impl IntoIterator<Item = usize>) -> Vec<(usize, usize)> {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == number => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    runs
+}
+
 /// The text in lines of at most [`COLUMNS`] columns, broken between words. Lines after the first begin with `indent` spaces, for which
 /// the first has room as well.
 pub(crate) fn wrap(text: &str, indent: usize) -> String {

@@ -5,14 +5,12 @@ use std::process::ExitCode;
 
 use clap::Args;
 use expertd_client::transport::Credentials;
-use expertd_proto::v1::{
-    DType as WireDType, ForwardRequest, GetModelResponse, Routing, forward_request::Payload,
-};
+use expertd_proto::v1::{DType as WireDType, ForwardRequest, GetModelResponse, forward_request::Payload};
 use serde::Serialize;
 
-use super::client::{self, ClientError, Failure, RoutingSource};
-use super::exit;
-use super::golden::{Golden, GoldenError, GoldenLayer, GoldenRouting};
+use super::client::{self, RoutingSource, call_failed};
+use super::exit::CommandError;
+use super::golden::{Golden, GoldenLayer};
 use expertd_types::{DType, rows};
 
 mod ids;
@@ -55,28 +53,6 @@ pub struct VerifyArgs {
     /// Print the report as JSON
     #[arg(long)]
     pub json: bool,
-}
-
-/// Why a verification failed before rows were compared.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum VerifyError {
-    #[error(transparent)]
-    Golden(#[from] GoldenError),
-    #[error(transparent)]
-    Client(#[from] ClientError),
-    #[error("the golden file does not fit the served model {model}: {reason}")]
-    Mismatch { model: String, reason: String },
-}
-
-impl Failure for VerifyError {
-    fn exit_code(&self) -> u8 {
-        match self {
-            VerifyError::Golden(_) => exit::USAGE,
-            VerifyError::Client(error) => error.exit_code(),
-            VerifyError::Mismatch { .. } => 1,
-        }
-    }
 }
 
 /// Result of comparing one layer.
@@ -129,7 +105,7 @@ impl VerifyReport {
 ///
 /// # Errors
 /// If the file is not usable, does not fit the model, or the service refuses a request.
-pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
+pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, CommandError> {
     let golden = Golden::read(&args.golden)?;
     let dtype = args.dtype;
     let tolerance = args.tolerance.unwrap_or(if dtype == DType::F32 { 1e-5 } else { 1e-2 });
@@ -156,7 +132,7 @@ pub async fn verify(args: &VerifyArgs) -> Result<VerifyReport, VerifyError> {
 }
 
 /// Compares all layers and prints the report; exit status 0 if every layer passed.
-pub async fn run(args: VerifyArgs) -> Result<ExitCode, VerifyError> {
+pub async fn run(args: VerifyArgs) -> Result<ExitCode, CommandError> {
     let report = verify(&args).await?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).unwrap_or_default());
@@ -167,8 +143,13 @@ pub async fn run(args: VerifyArgs) -> Result<ExitCode, VerifyError> {
 }
 
 /// Checks that file and model have the same layers, so that a layer that is missing on either side does not go unnoticed.
-fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) -> Result<(), VerifyError> {
-    let mismatch = |reason: String| VerifyError::Mismatch { model: model.name.clone(), reason };
+fn check_layers(args: &VerifyArgs, golden: &Golden, model: &GetModelResponse) -> Result<(), CommandError> {
+    let mismatch = |reason: String| {
+        CommandError::failed(format!(
+            "the golden file does not fit the served model {}: {reason}",
+            model.name
+        ))
+    };
     for &layer in &args.layers {
         if !golden.layers.contains_key(&layer) {
             return Err(mismatch(format!("--layers has layer {layer}, which is not in the file")));
@@ -236,7 +217,7 @@ struct LayerAnswer {
 type MoeClient = expertd_proto::v1::moe_client::MoeClient<expertd_client::transport::Channel>;
 
 impl LayerCheck<'_> {
-    async fn ask(&self, connection: &mut MoeClient) -> Result<LayerAnswer, VerifyError> {
+    async fn ask(&self, connection: &mut MoeClient) -> Result<LayerAnswer, CommandError> {
         let limit = self.model.limits.as_ref().map_or(u32::MAX, |limits| limits.max_tokens_per_request);
         let batch = self.args.batch.unwrap_or(self.rows.tokens).min(limit as usize).max(1);
         let mut answer = LayerAnswer { output: Vec::new(), ids: Vec::new(), weights: Vec::new() };
@@ -247,7 +228,7 @@ impl LayerCheck<'_> {
             let response = connection
                 .forward(self.request(first, last))
                 .await
-                .map_err(|status| ClientError::call(call, status))?
+                .map_err(|status| call_failed(call, &status))?
                 .into_inner();
             let receipt = response.receipt.unwrap_or_default();
             // A short answer is padded with NaN, so that later rows are not shifted and the comparison fails.
@@ -265,18 +246,13 @@ impl LayerCheck<'_> {
         let hidden = self.rows.hidden;
         let input = &self.rows.input[first * hidden..last * hidden];
         let recorded = self.rows.routing.as_ref().filter(|_| self.args.routing == RoutingSource::Recorded);
-        let routing = recorded.map(|GoldenRouting { k, ids, weights }| Routing {
-            topk_ids: rows::encode_i32(&ids[first * k..last * k]),
-            topk_weights: rows::encode(&weights[first * k..last * k], DType::F32),
-            k: u32::try_from(*k).unwrap_or(u32::MAX),
-        });
         ForwardRequest {
             model: self.args.model.clone(),
             layer: self.layer,
             tokens: u32::try_from(last - first).unwrap_or(u32::MAX),
             dtype: WireDType::try_from(self.dtype as i32).unwrap_or_default() as i32,
             payload: Some(Payload::Inline(rows::encode(input, self.dtype))),
-            routing,
+            routing: recorded.map(|routing| routing.of_rows(first..last)),
             token_ids: self.token_ids.get(first..last).map(rows::encode_i32).unwrap_or_default(),
             return_routing: true,
             ..ForwardRequest::default()

@@ -4,21 +4,20 @@
 //! |---|---|---|
 //! | [`Failure::Invalid`] | INVALID_ARGUMENT | BadRequest |
 //! | [`Failure::UnknownModel`], [`Failure::UnknownLayer`], [`Failure::LayerNotHeld`] | NOT_FOUND | ResourceInfo |
-//! | [`Failure::WeightVersion`], [`Failure::WeightFingerprint`], [`StepError::OtherWeights`] | FAILED_PRECONDITION | PreconditionFailure |
-//! | [`Failure::NoRoom`], [`SubmitError::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
-//! | [`Failure::DeadlineExceeded`], a deadline in queue or step | DEADLINE_EXCEEDED | |
+//! | [`Failure::WeightVersion`], [`Failure::WeightFingerprint`], [`Failure::OtherWeights`] | FAILED_PRECONDITION | PreconditionFailure |
+//! | [`Failure::NoRoom`], [`Failure::TooManyConnections`], [`Failure::Overloaded`] | RESOURCE_EXHAUSTED | RetryInfo |
+//! | [`Failure::DeadlineExceeded`] | DEADLINE_EXCEEDED | |
 //! | [`Failure::Unauthenticated`] | UNAUTHENTICATED | |
 //! | [`Failure::NotAllowed`] | PERMISSION_DENIED | |
-//! | draining, no group, faults | UNAVAILABLE | RetryInfo |
-//! | [`StepError::Poisoned`] | INTERNAL | |
+//! | [`Failure::Draining`], [`Failure::NotReady`], [`Failure::Unavailable`] | UNAVAILABLE | RetryInfo |
+//! | [`Failure::Poisoned`] | INTERNAL | |
 //!
 //! Each status carries an ErrorInfo with a machine-readable reason.
 
 use std::time::Duration;
 
-use expertd_types::{LayerRange, WeightFingerprint};
-
-use crate::backend::{CallError, StepError, SubmitError};
+use expertd_scheduler as scheduler;
+use expertd_types::{LayerRange, WeightFingerprint, WeightVersion};
 
 /// RetryInfo for a service that will not be back soon.
 const RETRY_AFTER_DRAIN: Duration = Duration::from_secs(1);
@@ -82,12 +81,23 @@ pub enum Failure {
     NotAllowed(&'static str),
     #[error("the deadline passed before the answer was complete")]
     DeadlineExceeded,
-    #[error("the service is shutting down")]
-    ShuttingDown,
-    #[error(transparent)]
-    Submit(#[from] SubmitError),
-    #[error(transparent)]
-    Step(#[from] StepError),
+    #[error("{reason}; retry after {} ms", retry_after.as_millis())]
+    Overloaded { reason: String, retry_after: Duration },
+    #[error("the service is draining and admits no new requests")]
+    Draining,
+    /// No EP group can run steps: it is loading, re-forming or failed.
+    #[error("{reason}")]
+    NotReady { reason: String, retry_after: Duration },
+    /// A fault of the request's step or generation, or a drain that ran out of time. Retrying is safe.
+    #[error("{reason}")]
+    Unavailable { reason: String, retry_after: Duration },
+    #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
+    OtherWeights { expected: WeightVersion, loaded: WeightVersion },
+    /// Retrying is harmful.
+    #[error(
+        "{lost_steps} steps with this request ended the EP group, and no other request was in the last one; it will not be retried"
+    )]
+    Poisoned { lost_steps: u32 },
 }
 
 impl Failure {
@@ -115,21 +125,17 @@ impl Failure {
             Failure::LayerNotHeld { .. } => (Code::NotFound, "LAYER_NOT_HELD"),
             Failure::WeightVersion { .. }
             | Failure::WeightFingerprint { .. }
-            | Failure::Step(StepError::OtherWeights { .. }) => {
-                (Code::FailedPrecondition, "WEIGHT_VERSION_MISMATCH")
-            }
+            | Failure::OtherWeights { .. } => (Code::FailedPrecondition, "WEIGHT_VERSION_MISMATCH"),
             Failure::NoRoom => (Code::ResourceExhausted, "BYTES_IN_FLIGHT"),
             Failure::TooManyConnections { .. } => (Code::ResourceExhausted, "TOO_MANY_CONNECTIONS"),
-            Failure::Submit(SubmitError::Overloaded { .. }) => (Code::ResourceExhausted, "OVERLOADED"),
+            Failure::Overloaded { .. } => (Code::ResourceExhausted, "OVERLOADED"),
             Failure::Unauthenticated(_) => (Code::Unauthenticated, "UNAUTHENTICATED"),
             Failure::NotAllowed(_) => (Code::PermissionDenied, "PERMISSION_DENIED"),
-            Failure::DeadlineExceeded
-            | Failure::Submit(SubmitError::DeadlineExceeded)
-            | Failure::Step(StepError::DeadlineExceeded) => (Code::DeadlineExceeded, "DEADLINE_EXCEEDED"),
-            Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => (Code::Unavailable, "DRAINING"),
-            Failure::Submit(SubmitError::NotReady { .. }) => (Code::Unavailable, "NOT_READY"),
-            Failure::Step(StepError::Unavailable { .. }) => (Code::Unavailable, "STEP_FAILED"),
-            Failure::Step(StepError::Poisoned { .. }) => (Code::Internal, "POISONED"),
+            Failure::DeadlineExceeded => (Code::DeadlineExceeded, "DEADLINE_EXCEEDED"),
+            Failure::Draining => (Code::Unavailable, "DRAINING"),
+            Failure::NotReady { .. } => (Code::Unavailable, "NOT_READY"),
+            Failure::Unavailable { .. } => (Code::Unavailable, "STEP_FAILED"),
+            Failure::Poisoned { .. } => (Code::Internal, "POISONED"),
         }
     }
 
@@ -145,7 +151,7 @@ impl Failure {
     pub fn message(&self) -> String {
         one_line(&match self {
             // These reasons come from the cluster, whose texts are for operators.
-            Failure::Submit(_) | Failure::Step(_) => public_text(&self.to_string()),
+            Failure::NotReady { reason, .. } | Failure::Unavailable { reason, .. } => public_text(reason),
             _ => self.to_string(),
         })
     }
@@ -154,21 +160,30 @@ impl Failure {
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Failure::NoRoom | Failure::TooManyConnections { .. } => Some(RETRY_WITHOUT_ROOM),
-            Failure::ShuttingDown | Failure::Submit(SubmitError::Draining) => Some(RETRY_AFTER_DRAIN),
-            Failure::Submit(
-                SubmitError::Overloaded { retry_after, .. } | SubmitError::NotReady { retry_after, .. },
-            )
-            | Failure::Step(StepError::Unavailable { retry_after, .. }) => Some(*retry_after),
+            Failure::Draining => Some(RETRY_AFTER_DRAIN),
+            Failure::Overloaded { retry_after, .. }
+            | Failure::NotReady { retry_after, .. }
+            | Failure::Unavailable { retry_after, .. } => Some(*retry_after),
             _ => None,
         }
     }
 }
 
-impl From<CallError> for Failure {
-    fn from(error: CallError) -> Self {
-        match error {
-            CallError::Refused(error) => Failure::Submit(error),
-            CallError::Failed(error) => Failure::Step(error),
+impl From<scheduler::Refusal> for Failure {
+    fn from(refusal: scheduler::Refusal) -> Self {
+        match refusal {
+            scheduler::Refusal::Overloaded { queued_tokens, max_queued_tokens, retry_after } => {
+                let reason = format!(
+                    "{queued_tokens} tokens wait for a step already, and this request would exceed max-queued-tokens = \
+                     {max_queued_tokens}"
+                );
+                Failure::Overloaded { reason, retry_after }
+            }
+            scheduler::Refusal::Draining => Failure::Draining,
+            scheduler::Refusal::NotReady { reason, retry_after } => {
+                Failure::NotReady { reason: reason.as_ref().to_owned(), retry_after }
+            }
+            scheduler::Refusal::DeadlineExceeded => Failure::DeadlineExceeded,
         }
     }
 }

@@ -5,12 +5,10 @@
 //! * [`validate`]: what a call asks for becomes a request, or a [`failure`].
 //! * [`steps`]: the step loop's thread and the service in front of it.
 //! * [`cluster`]: one generation of the EP group; child processes.
-//! * [`apart`]: drops on threads of their own.
 //! * [`listen`]: addresses, and Unix-domain sockets with their files.
 
 #![forbid(unsafe_code)]
 
-pub mod apart;
 pub mod backend;
 pub mod cluster;
 mod expert_rows;

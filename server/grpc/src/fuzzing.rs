@@ -1,19 +1,14 @@
 //! Entry points for fuzz targets; not part of the interface.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use expertd_core::backend::{
-    Answer, Backend, ClientKey, DrainFuture, DrainReport, ModelInfo, Pending, ReloadFuture, ReloadRequest,
-    Request, RequestId, ServiceState, ServiceStatus, SubmitError,
-};
-use expertd_core::fuzzing::{check_request, model, receipt};
+use expertd_core::backend::{ClientKey, RequestId};
+use expertd_core::fuzzing::{check_request, model};
 use expertd_core::listen::Address;
 use expertd_core::validate::Envelope;
 use expertd_proto::v1::ForwardRequest;
 use http::{HeaderMap, HeaderValue};
 use prost::Message as _;
-use tokio::sync::{oneshot, watch};
 
 use crate::access::tokens;
 use crate::service::call::deadline;
@@ -23,7 +18,7 @@ use crate::status::status_of;
 /// Decodes and validates a `ForwardRequest`.
 ///
 /// # Panics
-/// If an accepted request breaks a promise of [`Request`].
+/// If an accepted request breaks a promise of [`Request`](expertd_core::backend::Request).
 pub fn request(data: &[u8]) {
     if let Ok(message) = ForwardRequest::decode(data) {
         check(message);
@@ -65,51 +60,4 @@ pub fn texts(data: &[u8]) {
         assert_eq!(again.ok(), Some(address), "{text:?} changes when it is printed");
     }
     let _ = tokens::parse(text);
-}
-
-/// A backend that returns the rows of every request.
-struct Echo {
-    model: Arc<ModelInfo>,
-    state: watch::Sender<ServiceState>,
-}
-
-/// Makes a backend that returns the rows of every request of the targets' model.
-#[must_use]
-pub fn echo() -> Arc<dyn Backend> {
-    echo_of(model())
-}
-
-/// Makes a backend that returns the rows of every request of a model.
-#[must_use]
-pub fn echo_of(model: ModelInfo) -> Arc<dyn Backend> {
-    Arc::new(Echo { model: Arc::new(model), state: watch::channel(ServiceState::Serving).0 })
-}
-
-impl Backend for Echo {
-    fn model(&self) -> Arc<ModelInfo> {
-        Arc::clone(&self.model)
-    }
-
-    fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
-        let (sender, pending) = oneshot::channel();
-        let receipt = receipt(&request);
-        let _ = sender.send(Ok(Answer { rows: request.rows, receipt }));
-        Ok(pending)
-    }
-
-    fn status(&self) -> ServiceStatus {
-        ServiceStatus::default()
-    }
-
-    fn watch_state(&self) -> watch::Receiver<ServiceState> {
-        self.state.subscribe()
-    }
-
-    fn reload(&self, _: ReloadRequest) -> ReloadFuture {
-        Box::pin(std::future::ready(Err("there are no other weights".to_owned())))
-    }
-
-    fn drain(&self, _: Option<Duration>) -> DrainFuture {
-        Box::pin(std::future::ready(DrainReport { requests_dropped: 0 }))
-    }
 }

@@ -25,7 +25,7 @@ pub use access::{Access, AccessConfig, AccessError};
 pub use bytes::activity::ConnectionTimeouts;
 pub use metrics_port::MetricsPort;
 pub use service::convert::encoded_model;
-pub use service::network::{NetworkSession, NetworkSessions};
+pub use service::network::{NetworkOpener, NetworkSession};
 pub use status::ERROR_DOMAIN;
 pub use transport::places::ConnectionLimits;
 pub use transport::server::{Server, ServerConfig, ServerError};

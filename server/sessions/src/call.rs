@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_core::backend::{CallError, Receipt, Request};
+use expertd_core::backend::{Receipt, Request};
 use expertd_core::failure::{Code, Failure};
 use expertd_core::steps::{Caller, Raising, Steps};
 use expertd_core::validate::{Asked, AskedRows};
@@ -134,8 +134,8 @@ impl<E: CallEnd> Caller for Call<E> {
         }
     }
 
-    fn fail(mut self: Box<Self>, error: CallError) {
-        let record = failed(self.number, &error.into());
+    fn fail(mut self: Box<Self>, failure: Failure) {
+        let record = failed(self.number, &failure);
         self.complete(&record, None);
     }
 

@@ -14,7 +14,7 @@ pub(crate) fn completion(call: u64, receipt: &Receipt) -> CompletionRecord {
     tokens_per_rank[..ranks].copy_from_slice(&receipt.tokens_per_rank[..ranks]);
     let mut phase_ns = [0_u64; 7];
     for timing in &receipt.timings {
-        for (sum, time) in phase_ns.iter_mut().zip(timing.phases.all()) {
+        for (sum, time) in phase_ns.iter_mut().zip(timing.phases) {
             *sum = sum.saturating_add(nanos(time));
         }
     }

@@ -186,7 +186,7 @@ fn unreadable(error: &io::Error) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::sync::Mutex;
@@ -200,17 +200,25 @@ mod tests {
     use crate::limits::SessionLimits;
     use crate::open::tests::open_session;
 
-    /// Records the memories that have ended.
-    #[derive(Default)]
-    struct Ended(Mutex<Vec<MemoryId>>);
+    /// A service that takes no call, and records the memories that have ended.
+    pub(crate) struct Idle {
+        device: DeviceKind,
+        ended: Mutex<Vec<MemoryId>>,
+    }
 
-    impl Steps for Ended {
+    impl Idle {
+        pub(crate) fn with(device: DeviceKind) -> Arc<Idle> {
+            Arc::new(Idle { device, ended: Mutex::default() })
+        }
+    }
+
+    impl Steps for Idle {
         fn model(&self) -> Arc<ModelInfo> {
             panic!("not asked for")
         }
 
         fn device(&self) -> DeviceKind {
-            DeviceKind::Cpu
+            self.device
         }
 
         fn state(&self) -> ServiceState {
@@ -222,7 +230,7 @@ mod tests {
         fn memory_opened(&self, _: Box<dyn ClientMemory>) {}
 
         fn memory_ended(&self, memory: MemoryId) {
-            self.0.lock().unwrap().push(memory);
+            self.ended.lock().unwrap().push(memory);
         }
     }
 
@@ -230,17 +238,17 @@ mod tests {
     fn a_panic_of_a_sockets_thread_ends_the_session_and_frees_its_place() {
         let limits = SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false };
         let (session, client) = open_session();
-        let (registry, steps) = (Arc::<SessionRegistry>::default(), Arc::<Ended>::default());
+        let (registry, steps) = (Arc::<SessionRegistry>::default(), Idle::with(DeviceKind::Cpu));
         registry.add(&limits, &session).unwrap();
         let (of_thread, listed) = (session.clone(), Arc::clone(&registry));
-        let told = Arc::clone(&steps);
+        let told = Arc::clone(&steps) as Arc<dyn Steps>;
         let panicked = std::thread::spawn(move || {
             let _ended = EndedSession { session: of_thread, registry: listed, steps: told };
             panic!("planted");
         });
         assert!(panicked.join().is_err());
         assert!(session.session().is_closing() && registry.sessions().is_empty());
-        assert_eq!(*steps.0.lock().unwrap(), [session.id()]);
+        assert_eq!(*steps.ended.lock().unwrap(), [session.id()]);
         assert_eq!(socket::receive(&client, 4096).unwrap().unwrap().0, frame::ENDED);
     }
 }

@@ -20,7 +20,7 @@ use expertd_session::cuda::wire::{OpenCuda, PrepareReply, PreparedCall, Ring, Ro
 use expertd_session::wire::{CompletionRecord, RequestRecord};
 use expertd_telemetry::RequestTrace;
 
-use self::doorbells::{Admission, DoorbellTable, check as check_prepared};
+use self::doorbells::{DoorbellTable, RingVerdict, check as check_prepared};
 use crate::call::{Call, CallEnd, RowPlaces, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
@@ -172,7 +172,7 @@ impl CudaSession {
         drop(table);
         let began = Instant::now();
         match admission {
-            Admission::Admitted { call, prepared } => {
+            RingVerdict::Admitted { call, prepared } => {
                 let trace = RequestTrace::of_session(self.session.number(), "cuda", began);
                 let layout = RoutingLayout::new(prepared.flags, ring.rows, prepared.k);
                 let returns = prepared.flags & RequestRecord::RETURN_ROUTING != 0;
@@ -187,13 +187,13 @@ impl CudaSession {
                 let request = self.request(doorbell, ring, &prepared, &layout, &steps.model(), began);
                 Call::new(end, call, places, began, trace).submit(request, steps);
             }
-            Admission::Invalid { call, reason } => {
+            RingVerdict::Invalid { call, reason } => {
                 let record = failed(call, &Failure::field("prepared call", reason));
                 self.session.ended(&record, 0);
                 self.answer(doorbell, &record, Raising::Caller);
                 self.session.record(&record, began.elapsed());
             }
-            Admission::Closing => {}
+            RingVerdict::Closing => {}
         }
         true
     }

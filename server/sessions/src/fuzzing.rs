@@ -10,9 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_core::backend::{
-    Attachment, CallError, ClientKey, ModelInfo, Request, ServiceState, StepError, SubmitError,
-};
+use expertd_core::backend::{Attachment, ClientKey, ModelInfo, Request, ServiceState};
+use expertd_core::failure::Failure;
 use expertd_core::fuzzing::{check_request, model, receipt};
 use expertd_core::steps::{Caller, ClientMemory, Steps};
 use expertd_ipc::RowSource;
@@ -23,7 +22,7 @@ use expertd_types::MemoryId;
 
 use crate::connection::serve;
 use crate::host::HostSession;
-use crate::limits::{Charges, SessionLimits};
+use crate::limits::{RegionCharges, SessionLimits};
 use crate::open::OpenSession;
 use crate::registry::SessionRegistry;
 use crate::release::HeldRegion;
@@ -67,7 +66,7 @@ impl Echo {
     pub(super) fn fail_kept(&self) {
         let error = || {
             let (reason, retry_after) = ("a rank ended".to_owned(), Duration::from_millis(5));
-            CallError::Failed(StepError::Unavailable { reason, retry_after })
+            Failure::Unavailable { reason, retry_after }
         };
         let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
         kept.into_iter().for_each(|caller| caller.fail(error()));
@@ -116,7 +115,7 @@ impl Steps for Echo {
         assert!(end(rows.input) <= memory && end(rows.output) <= memory, "{rows:?}");
         assert!(end(rows.input) <= rows.output || end(rows.output) <= rows.input, "{rows:?} overlap");
         match request.tokens % 4 {
-            0 => caller.fail(CallError::Refused(SubmitError::Draining)),
+            0 => caller.fail(Failure::Draining),
             1 => self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(caller),
             _ => caller.answer(Bytes::new(), receipt(&request), false),
         }
@@ -135,7 +134,7 @@ impl Steps for Echo {
 /// If a request is admitted that breaks a promise, if the service takes more requests than the ring holds, or if memory or
 /// calls are still accounted for at the end.
 pub fn records(data: &[u8]) {
-    let charges = Charges::default();
+    let charges = RegionCharges::default();
     let Ok((memory, mut rings)) = SessionMemory::create(CALLS, ROWS_BYTES) else { return };
     let Ok(words) = memory.region().slice::<u64>(0, memory.region().len() / 8) else { return };
     for (word, bytes) in words.atomics().iter().zip(data.as_chunks::<8>().0) {
@@ -167,7 +166,7 @@ pub fn records(data: &[u8]) {
 ///
 /// # Panics
 /// If memory is still charged after a while.
-pub(super) fn wait_until_free(charges: &Charges) {
+pub(super) fn wait_until_free(charges: &RegionCharges) {
     let begun = Instant::now();
     while charges.charge(&LIMITS, 0, LIMITS.bytes).is_err() {
         assert!(begun.elapsed() < Duration::from_secs(30), "memory is still charged");

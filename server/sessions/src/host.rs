@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_core::backend::{ModelInfo, Request, SessionStatus, SubmitError};
+use expertd_core::backend::{ModelInfo, Request, SessionStatus};
 use expertd_core::failure::Failure;
 use expertd_core::validate::{AskedRouting, check};
 use expertd_ipc::control::MemoryKind;
@@ -20,7 +20,7 @@ use expertd_shm::ring::{RingConsumer, RingProducer};
 use expertd_telemetry::RequestTrace;
 
 use self::sizes::Sizes;
-use self::table::{Admission, CallTable};
+use self::table::{CallTable, RequestVerdict};
 use crate::call::{Call, CallEnd, RowPlaces, asked};
 use crate::completion::failed;
 use crate::release::HeldRegion;
@@ -217,12 +217,11 @@ impl HostSession {
     fn admit(&self, record: &RequestRecord, model: &ModelInfo) -> Result<Sizes, Failure> {
         let sizes = Sizes::new(record, model)?;
         match self.calls().table.admit(record.call, sizes.places(record)) {
-            Admission::Admitted => Ok(sizes),
-            Admission::Invalid(reason) => Err(Failure::field("places", reason)),
-            Admission::Closing => Err(Failure::ShuttingDown),
-            Admission::Full(reason) => {
-                let retry_after = Duration::from_millis(5);
-                Err(Failure::Submit(SubmitError::Overloaded { reason, retry_after }))
+            RequestVerdict::Admitted => Ok(sizes),
+            RequestVerdict::Invalid(reason) => Err(Failure::field("places", reason)),
+            RequestVerdict::Closing => Err(Failure::Draining),
+            RequestVerdict::Full(reason) => {
+                Err(Failure::Overloaded { reason, retry_after: Duration::from_millis(5) })
             }
         }
     }

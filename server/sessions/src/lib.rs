@@ -6,7 +6,7 @@
 //!   GPU; `open`: a session of either kind.
 //! * `call`: a call that the step loop has; `completion`: what the client reads of its end.
 //! * `network`: sessions of clients on other hosts, each with an agent process that is its client here.
-//! * `registry`: the open sessions; `limits`: how many there may be; `release`: the pages of ended sessions are freed.
+//! * `registry`: the open sessions; `limits` and `shares`: how many there may be, in all and of one owner; `release`: the pages of ended sessions are freed.
 //!
 //! `docs/sessions.md` has the protocol and says what is trusted.
 
@@ -28,6 +28,7 @@ mod registry;
 mod release;
 mod session;
 mod shared;
+mod shares;
 
 pub use limits::{MAX_OPENING, SessionLimits};
 pub use listener::SessionServer;

@@ -1,10 +1,10 @@
 //! How many sessions there may be, and how much memory they may hold.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use expertd_telemetry::names;
-use metrics::gauge;
+
+use crate::shares::{Share, Shares};
 
 /// Largest number of clients that are connected and have not opened a session.
 pub const MAX_OPENING: usize = 16;
@@ -35,89 +35,53 @@ impl SessionLimits {
     }
 }
 
-/// The memories of all sessions, and the charges against their limits.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Charges(Arc<Mutex<Charged>>);
-
-#[derive(Debug, Default)]
-struct Charged {
-    all: Memories,
-    users: HashMap<u32, Memories>,
-}
-
-/// Memories that are held, and their mapped bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Memories {
-    count: usize,
-    bytes: usize,
-}
-
-impl Memories {
-    const fn add(&mut self, bytes: usize) {
-        self.count += 1;
-        self.bytes += bytes;
-    }
-
-    const fn remove(&mut self, bytes: usize) {
-        self.count -= 1;
-        self.bytes -= bytes;
-    }
-}
-
 /// Mapped bytes that a session holds against the limit until the pages of its memory are freed.
-#[derive(Debug)]
-pub(crate) struct Charge {
-    charges: Charges,
-    user: u32,
-    bytes: usize,
-}
+pub(crate) type RegionCharge = Share<u32>;
 
-impl Drop for Charge {
-    fn drop(&mut self) {
-        let mut charged = self.charges.0.lock().unwrap_or_else(PoisonError::into_inner);
-        charged.all.remove(self.bytes);
-        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
-        if let Some(own) = charged.users.get_mut(&self.user) {
-            own.remove(self.bytes);
-            if own.count == 0 {
-                charged.users.remove(&self.user);
-            }
-        }
+/// The memories of all sessions by user, and their mapped bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct RegionCharges(Arc<Shares<u32>>);
+
+impl Default for RegionCharges {
+    fn default() -> Self {
+        RegionCharges(Shares::new(Some(names::SESSION_BYTES)))
     }
 }
 
-impl Charges {
+impl RegionCharges {
     /// Charges a region of `bytes` bytes to a user.
     ///
     /// # Errors
     /// The error message for the client.
-    pub(crate) fn charge(&self, limits: &SessionLimits, user: u32, bytes: usize) -> Result<Charge, String> {
+    pub(crate) fn charge(
+        &self,
+        limits: &SessionLimits,
+        user: u32,
+        bytes: usize,
+    ) -> Result<RegionCharge, String> {
         let wanted = bytes.saturating_mul(limits.mappings);
-        let mut charged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = charged.users.get(&user).copied().unwrap_or_default();
-        for (held, whose, bytes_limit, memories) in [
-            (charged.all, "other", limits.bytes, limits.memories()),
-            (own, "its user's other", limits.of_user(limits.bytes), limits.of_user(limits.memories())),
-        ] {
-            if held.count >= memories {
-                return Err(format!(
-                    "{} memories of {whose} sessions are held, most of them of sessions that have ended and whose calls are under way; \
-                     at most {memories} may be held; try later",
-                    held.count
-                ));
+        self.0.take(user, wanted, |all, own| {
+            for (held, whose, bytes_limit, memories) in [
+                (all, "other", limits.bytes, limits.memories()),
+                (own, "its user's other", limits.of_user(limits.bytes), limits.of_user(limits.memories())),
+            ] {
+                if held.count >= memories {
+                    return Err(format!(
+                        "{} memories of {whose} sessions are held, most of them of sessions that have ended and whose calls are under \
+                         way; at most {memories} may be held; try later",
+                        held.count
+                    ));
+                }
+                if held.bytes.checked_add(wanted).is_none_or(|sum| sum > bytes_limit) {
+                    return Err(format!(
+                        "a session of {bytes} bytes, mapped by {} processes, exceeds {bytes_limit} bytes beside {} bytes of {whose} \
+                         sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
+                        limits.mappings, held.bytes, limits.bytes
+                    ));
+                }
             }
-            if held.bytes.checked_add(wanted).is_none_or(|sum| sum > bytes_limit) {
-                return Err(format!(
-                    "a session of {bytes} bytes, mapped by {} processes, exceeds {bytes_limit} bytes beside {} bytes of {whose} \
-                     sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
-                    limits.mappings, held.bytes, limits.bytes
-                ));
-            }
-        }
-        charged.all.add(wanted);
-        charged.users.entry(user).or_default().add(wanted);
-        gauge!(names::SESSION_BYTES).set(charged.all.bytes as f64);
-        Ok(Charge { charges: self.clone(), user, bytes: wanted })
+            Ok(())
+        })
     }
 }
 
@@ -125,11 +89,12 @@ impl Charges {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::shares::Amount;
 
     #[test]
     fn memories_are_limited_in_number_and_bytes() {
         let limits = SessionLimits { sessions: 2, bytes: 1000, mappings: 4, several_users: true };
-        let charges = Charges::default();
+        let charges = RegionCharges::default();
         // One user of several may have three quarters of each.
         let error = charges.charge(&limits, 1, 200).unwrap_err();
         assert!(error.contains("exceeds 750 bytes beside 0 bytes of its user's other"), "{error}");
@@ -146,7 +111,7 @@ mod tests {
         drop(own);
         assert!(charges.charge(&limits, 1, 1).is_ok());
         drop(others);
-        let charged = charges.0.lock().unwrap();
-        assert!(charged.all == Memories::default() && charged.users.is_empty());
+        let all = charges.0.take(4, 0, |all, _| Err(format!("{all:?}"))).unwrap_err();
+        assert_eq!(all, format!("{:?}", Amount::default()));
     }
 }

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use expertd_core::apart::drop_apart;
 use expertd_core::backend::client_key;
 use expertd_core::listen::{BindError, UnixSocket};
 use expertd_core::steps::{ClientMemory as _, Service};
+use expertd_ipc::apart::drop_apart;
 use expertd_ipc::control::DeviceKind;
 use expertd_ipc::passing::allow_passed_descriptors;
 use expertd_telemetry::progress;
@@ -69,7 +69,7 @@ impl SessionServer {
         let heartbeat = progress::need("the task that accepts sessions");
         loop {
             heartbeat.tick();
-            let may_accept = self.shared.refusing.has_room();
+            let may_accept = self.shared.refusing.available_permits() > 0;
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(progress::TICK) => {}
@@ -149,5 +149,5 @@ fn connected(shared: &Arc<Shared>, stream: tokio::net::UnixStream) {
 fn turn_away(shared: &Shared, socket: UnixStream, reason: &'static str, text: &str) {
     // A few bytes, which an empty socket always takes.
     shared.refuse(&socket, reason, text);
-    drop_apart((socket, shared.refusing.begin()));
+    drop_apart((socket, Arc::clone(&shared.refusing).try_acquire_owned()));
 }

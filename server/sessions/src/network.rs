@@ -3,7 +3,6 @@
 //! The agent inherits two sockets and nothing else: a session socket, as if it had connected to the listener, and its control socket. Its
 //! environment holds the variables of UCX and NIXL only. A thread starts it, waits for it and reaps it.
 
-use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io;
 use std::net::Shutdown;
@@ -12,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expertd_agent::control::{self, Ready, Setup};
@@ -26,6 +25,7 @@ use tokio::sync::oneshot;
 use crate::connection::{SOCKET_TIMEOUT, serve_apart};
 use crate::session::Opener;
 use crate::shared::{Opening, Shared};
+use crate::shares::{Amount, Share, Shares};
 
 /// How long an agent may take until it can be reached.
 const START_TIMEOUT: Duration = Duration::from_secs(15);
@@ -82,11 +82,9 @@ impl NetworkRequest {
 pub struct NetworkSessions {
     shared: Arc<Shared>,
     config: NetworkConfig,
-    clients: Arc<Mutex<Clients>>,
+    /// Sessions of each client, and their mapped bytes.
+    clients: Arc<Shares<ClientKey>>,
 }
-
-/// Sessions of each client, and their mapped bytes.
-type Clients = HashMap<ClientKey, (usize, usize)>;
 
 /// An agent that is starting or serves its client.
 pub struct NetworkAgent {
@@ -109,29 +107,9 @@ impl Drop for AgentGuard {
     }
 }
 
-/// Counts a session of a client until it is dropped.
-struct Seat {
-    clients: Arc<Mutex<Clients>>,
-    client: ClientKey,
-    bytes: usize,
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((count, bytes)) = clients.get_mut(&self.client) {
-            *count -= 1;
-            *bytes -= self.bytes;
-            if *count == 0 {
-                clients.remove(&self.client);
-            }
-        }
-    }
-}
-
 impl NetworkSessions {
     pub(crate) fn new(shared: Arc<Shared>, config: NetworkConfig) -> Self {
-        NetworkSessions { shared, config, clients: Arc::default() }
+        NetworkSessions { shared, config, clients: Shares::new(None) }
     }
 
     /// Begins to open a session for a client.
@@ -165,7 +143,7 @@ impl NetworkSessions {
 struct Starting {
     shared: Arc<Shared>,
     config: NetworkConfig,
-    clients: Arc<Mutex<Clients>>,
+    clients: Arc<Shares<ClientKey>>,
     client: ClientKey,
     request: NetworkRequest,
 }
@@ -178,17 +156,15 @@ impl Starting {
         theirs: UnixStream,
         to_ready: oneshot::Sender<Result<Ready, String>>,
     ) -> String {
-        let seat = match self.request.check().and_then(|()| self.take_seat()) {
-            Ok(seat) => seat,
-            Err(reason) => {
-                let _ = to_ready.send(Err(reason.clone()));
-                return reason;
-            }
-        };
         let user = rustix::process::geteuid().as_raw();
         // Before there is a process: few are opening at the same time.
-        let opening = match self.shared.begin_opening(user) {
-            Ok(opening) => opening,
+        let admitted = self
+            .request
+            .check()
+            .and_then(|()| self.take_share())
+            .and_then(|share| Ok((share, self.shared.begin_opening(user)?)));
+        let (share, opening) = match admitted {
+            Ok(admitted) => admitted,
             Err(reason) => {
                 let _ = to_ready.send(Err(reason.clone()));
                 return reason;
@@ -209,7 +185,7 @@ impl Starting {
         // An agent that is stopped, or stuck in the transport, does not read its control socket.
         let _ = child.kill();
         let status = child.wait();
-        drop(seat);
+        drop(share);
         reason.unwrap_or_else(|| match status {
             Ok(status) => format!("its agent has ended ({status})"),
             Err(error) => format!("its agent has ended ({error})"),
@@ -218,30 +194,28 @@ impl Starting {
 
     /// Counts the session. One client has three quarters of the sessions and bytes at most, and all clients on other hosts together three
     /// quarters of the bytes.
-    fn take_seat(&self) -> Result<Seat, String> {
+    fn take_share(&self) -> Result<Share<ClientKey>, String> {
         let limits = &self.shared.config.limits;
         let most = (limits.sessions - limits.sessions / 4).max(1);
         let most_bytes = limits.bytes - limits.bytes / 4;
         let bytes =
             usize::try_from(self.request.rows_bytes).unwrap_or(usize::MAX).saturating_mul(limits.mappings);
-        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        let held: usize = clients.values().map(|(_, bytes)| bytes).sum();
-        let (own, own_bytes) = clients.get(&self.client).copied().unwrap_or_default();
-        if own >= most {
-            let sessions = limits.sessions;
-            return Err(format!(
-                "this client has {own} network sessions, as many as one may have; close one or raise max-sessions, which is {sessions}"
-            ));
-        }
-        if held.saturating_add(bytes) > most_bytes {
-            return Err(format!(
-                "a session of {} bytes, mapped by {} processes, exceeds {most_bytes} bytes beside {held} bytes of other network sessions; ask \
-                 for fewer bytes of rows or raise max-session-bytes, which is {}",
-                self.request.rows_bytes, limits.mappings, limits.bytes
-            ));
-        }
-        clients.insert(self.client, (own + 1, own_bytes + bytes));
-        Ok(Seat { clients: Arc::clone(&self.clients), client: self.client, bytes })
+        self.clients.take(self.client, bytes, |Amount { bytes: held, .. }, Amount { count: own, .. }| {
+            if own >= most {
+                let sessions = limits.sessions;
+                return Err(format!(
+                    "this client has {own} network sessions, as many as one may have; close one or raise max-sessions, which is {sessions}"
+                ));
+            }
+            if held.saturating_add(bytes) > most_bytes {
+                return Err(format!(
+                    "a session of {} bytes, mapped by {} processes, exceeds {most_bytes} bytes beside {held} bytes of other network \
+                     sessions; ask for fewer bytes of rows or raise max-session-bytes, which is {}",
+                    self.request.rows_bytes, limits.mappings, limits.bytes
+                ));
+            }
+            Ok(())
+        })
     }
 
     fn spawn(&self, control: UnixStream) -> io::Result<Child> {

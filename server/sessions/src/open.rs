@@ -132,7 +132,7 @@ pub(crate) mod tests {
     use expertd_core::backend::ClientKey;
     use expertd_telemetry::RequestMetrics;
 
-    use crate::limits::{Charges, SessionLimits};
+    use crate::limits::{RegionCharges, SessionLimits};
     use crate::release::HeldRegion;
     use crate::session::Opener;
 
@@ -140,7 +140,7 @@ pub(crate) mod tests {
     pub(crate) fn open_session() -> (OpenSession, UnixStream) {
         let limits = SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false };
         let (memory, rings) = SessionMemory::create(2, 4096).unwrap();
-        let charge = Charges::default().charge(&limits, 0, memory.region().len()).unwrap();
+        let charge = RegionCharges::default().charge(&limits, 0, memory.region().len()).unwrap();
         let held = HeldRegion::new(memory.region(), None, charge);
         let (service, client) = UnixStream::pair().unwrap();
         client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

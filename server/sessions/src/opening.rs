@@ -239,39 +239,15 @@ mod tests {
     use std::os::fd::AsFd as _;
 
     use bytes::Bytes;
-    use expertd_core::backend::{ClientKey, ModelInfo, Request};
-    use expertd_core::steps::{Caller, ClientMemory, Steps};
+    use expertd_core::backend::{ClientKey, ModelInfo};
     use expertd_shm::descriptors::send_fds;
-    use expertd_types::MemoryId;
 
     use std::time::Duration;
 
     use super::*;
+    use crate::connection::tests::Idle;
     use crate::limits::SessionLimits;
     use crate::shared::SessionConfig;
-
-    /// A service with GPUs that takes no call.
-    struct WithGpus;
-
-    impl Steps for WithGpus {
-        fn model(&self) -> Arc<ModelInfo> {
-            panic!("not asked for")
-        }
-
-        fn device(&self) -> DeviceKind {
-            DeviceKind::Cuda
-        }
-
-        fn state(&self) -> ServiceState {
-            ServiceState::Serving
-        }
-
-        fn take_in(&self, _: Request, _: Box<dyn Caller>) {}
-
-        fn memory_opened(&self, _: Box<dyn ClientMemory>) {}
-
-        fn memory_ended(&self, _: MemoryId) {}
-    }
 
     #[test]
     fn a_client_passes_exactly_one_descriptor() {
@@ -283,7 +259,7 @@ mod tests {
             spin_between_steps: Duration::ZERO,
         };
         let describe = Box::new(|_: &Arc<ModelInfo>| Bytes::new());
-        let shared = Shared::new(config, Arc::new(WithGpus), Arc::default(), describe);
+        let shared = Shared::new(config, Idle::with(DeviceKind::Cuda), Arc::default(), describe);
         let opener = Opener { user: 0, pid: 0, client: ClientKey(1) };
         let open = OpenCuda {
             version: VERSION,

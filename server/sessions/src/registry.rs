@@ -7,7 +7,7 @@ use expertd_core::backend::SessionStatus;
 use expertd_telemetry::names;
 use metrics::gauge;
 
-use crate::limits::{Charges, SessionLimits};
+use crate::limits::{RegionCharges, SessionLimits};
 use crate::open::OpenSession;
 
 /// The sessions. One that has ended is listed as open until its client has closed the socket.
@@ -15,7 +15,7 @@ use crate::open::OpenSession;
 pub(crate) struct SessionRegistry {
     open: Mutex<HashMap<u64, OpenSession>>,
     /// The memories of all sessions, those that have ended included.
-    pub(crate) charges: Charges,
+    pub(crate) charges: RegionCharges,
 }
 
 impl SessionRegistry {

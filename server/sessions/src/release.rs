@@ -10,10 +10,10 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use expertd_core::apart::drop_apart;
+use expertd_ipc::apart::drop_apart;
 use expertd_shm::SharedRegion;
 
-use crate::limits::Charge;
+use crate::limits::RegionCharge;
 
 /// A region that the service made for a client, the memory that the client passed, and the client's socket. When it is dropped, a thread
 /// frees the pages and closes the descriptors, and then they are charged no more. Its owner drops it once the client may not use the
@@ -29,7 +29,7 @@ struct Spent {
     socket: Option<Arc<UnixStream>>,
     /// Dropped last.
     #[expect(dead_code, reason = "held until it is dropped")]
-    charge: Charge,
+    charge: RegionCharge,
 }
 
 impl Drop for Spent {
@@ -42,7 +42,7 @@ impl Drop for Spent {
 }
 
 impl HeldRegion {
-    pub(crate) fn new(region: &Arc<SharedRegion>, memory: Option<OwnedFd>, charge: Charge) -> Self {
+    pub(crate) fn new(region: &Arc<SharedRegion>, memory: Option<OwnedFd>, charge: RegionCharge) -> Self {
         HeldRegion(Some(Spent { region: Arc::clone(region), memory, socket: None, charge }))
     }
 

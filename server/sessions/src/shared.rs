@@ -1,6 +1,5 @@
 //! What the threads of the session socket share, and who may open a session.
 
-use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -8,15 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_core::apart::Closing;
 use expertd_core::backend::ModelInfo;
+use expertd_core::listen::MAX_TURNED_AWAY;
 use expertd_session::socket;
 use expertd_session::wire::frame;
 use expertd_telemetry::{Rarely, RequestMetrics, names};
 use metrics::{counter, gauge};
+use tokio::sync::Semaphore;
 
 use crate::limits::{MAX_OPENING, SessionLimits};
 use crate::registry::SessionRegistry;
+use crate::shares::{Amount, Share, Shares};
 use expertd_core::steps::Steps;
 
 /// Encodes the description of a model, as GetModel answers it.
@@ -49,9 +50,9 @@ pub(crate) struct Shared {
     /// Threads of connections and sessions.
     connections: AtomicUsize,
     /// Clients by user that are connected and have not opened a session.
-    opening: Mutex<HashMap<u32, usize>>,
+    opening: Arc<Shares<u32>>,
     /// Clients that are being refused.
-    pub(crate) refusing: Closing,
+    pub(crate) refusing: Arc<Semaphore>,
     /// When each of [`REFUSALS`] was logged.
     refused: Mutex<[Rarely; REFUSALS.len()]>,
 }
@@ -76,22 +77,7 @@ impl Drop for Connected {
 }
 
 /// Counts a client until it has opened a session or is gone.
-pub(crate) struct Opening {
-    shared: Arc<Shared>,
-    user: u32,
-}
-
-impl Drop for Opening {
-    fn drop(&mut self) {
-        let mut opening = self.shared.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = opening.get_mut(&self.user) {
-            *count -= 1;
-            if *count == 0 {
-                opening.remove(&self.user);
-            }
-        }
-    }
-}
+pub(crate) type Opening = Share<u32>;
 
 impl Shared {
     pub(crate) fn new(
@@ -109,7 +95,8 @@ impl Shared {
         gauge!(names::SESSIONS).set(0.0);
         gauge!(names::SESSION_BYTES).set(0.0);
         let (next, connections) = (AtomicU64::new(1), AtomicUsize::new(0));
-        let (opening, refusing, refused) = (Mutex::default(), Closing::default(), Mutex::default());
+        let refusing = Arc::new(Semaphore::new(MAX_TURNED_AWAY));
+        let (opening, refused) = (Shares::new(None), Mutex::default());
         Shared { config, steps, registry, metrics, describe, next, connections, opening, refusing, refused }
     }
 
@@ -144,21 +131,15 @@ impl Shared {
 
     /// Counts a client that may open a session, or returns the error message for it. One of several users leaves places for the
     /// others.
-    pub(crate) fn begin_opening(self: &Arc<Self>, user: u32) -> Result<Opening, String> {
-        let mut opening = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let all: usize = opening.values().sum();
-        let own = opening.entry(user).or_default();
-        if all >= MAX_OPENING || *own >= self.config.limits.of_user(MAX_OPENING) {
-            let text = format!(
-                "{all} clients are connected without a session, {own} of them of user {user}, and no more may be; try later"
-            );
-            if *own == 0 {
-                opening.remove(&user);
+    pub(crate) fn begin_opening(&self, user: u32) -> Result<Opening, String> {
+        self.opening.take(user, 0, |Amount { count: all, .. }, Amount { count: own, .. }| {
+            if all < MAX_OPENING && own < self.config.limits.of_user(MAX_OPENING) {
+                return Ok(());
             }
-            return Err(text);
-        }
-        *own += 1;
-        Ok(Opening { shared: Arc::clone(self), user })
+            Err(format!(
+                "{all} clients are connected without a session, {own} of them of user {user}, and no more may be; try later"
+            ))
+        })
     }
 
     /// Counts a thread of a connection or session.

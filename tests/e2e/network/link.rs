@@ -3,12 +3,15 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use expertd_client::network::{self, NetworkOptions};
 use expertd_client::session::{SessionClient, SessionError};
 use expertd_client::transport::Credentials;
 
+use super::wire::Wire;
 use super::{FAMILY, LOST, agents, library, options, sessions, start};
 use crate::service::load::{Rows, check};
 use crate::service::{eventually, golden};
@@ -19,6 +22,8 @@ const NOTES: &str = "NETWORK_LINK_NOTES";
 /// Deadline of a call, and far more than it may take.
 const DEADLINE: Duration = Duration::from_secs(3);
 const TOO_LONG: Duration = Duration::from_secs(15);
+/// How long a client may take to notice that its rows no longer arrive: a second until it asks, ten until the kernel gives up.
+const NOTICED: Duration = Duration::from_secs(25);
 
 /// Not a test by itself: a client that opens sessions and calls until it is killed. It notes a letter for each call: `a` answered,
 /// `f` failed; and `l` if it took too long.
@@ -81,10 +86,11 @@ fn run(words: &str) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// A namespace with a link to this one, and the addresses of the link's ends.
+/// A namespace with a link to this one, and the address of this end.
 struct Namespace {
     name: String,
     here: String,
+    wire: Arc<Wire>,
 }
 
 impl Namespace {
@@ -93,9 +99,9 @@ impl Namespace {
         let (name, link) = (format!("expertd-{number}"), format!("expertd{number}"));
         let here = format!("10.213.{number}.1");
         run(&format!("ip netns del {name}"));
+        let wire = Wire::start(&link, &format!("{link}p"));
         for command in [
             format!("ip netns add {name}"),
-            format!("ip link add {link} type veth peer name {link}p"),
             format!("ip link set {link}p netns {name}"),
             format!("ip address add {here}/24 dev {link}"),
             format!("ip link set {link} up"),
@@ -105,18 +111,7 @@ impl Namespace {
         ] {
             assert!(run(&command), "{command}");
         }
-        Namespace { name, here }
-    }
-
-    fn link(&self) -> String {
-        self.name.replace('-', "")
-    }
-
-    /// Cuts the client off, or connects it again. The client's end goes down and not this one: without the route of this end the kernel
-    /// would send what is meant for the client to its default gateway, and keep for minutes what it learns there, which UCX takes for a
-    /// route to the client.
-    fn set_link(&self, state: &str) {
-        assert!(run(&format!("ip -n {} link set {}p {state}", self.name, self.link())));
+        Namespace { name, here, wire }
     }
 
     fn spawn_client(&self, address: &str, notes: &Path) -> Child {
@@ -135,7 +130,7 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        run(&format!("ip link del {}", self.link()));
+        self.wire.end();
         run(&format!("ip netns del {}", self.name));
     }
 }
@@ -150,7 +145,7 @@ fn a_link_that_delays_drops_and_breaks() {
     let folder = tempfile::tempdir().unwrap();
     let notes = folder.path().join("notes");
     let namespace = Namespace::new();
-    let (here, link) = (&namespace.here, namespace.link());
+    let (here, wire) = (&namespace.here, &namespace.wire);
     let listen = format!("{here}:0");
     let service = start(FAMILY, 2, &["--listen", &listen, "--network-listen", here, "--insecure"]);
     let mut client = namespace.spawn_client(&service.address, &notes);
@@ -165,22 +160,31 @@ fn a_link_that_delays_drops_and_breaks() {
     };
     answered_more("calls over a good link");
     assert_eq!(counts()[1], 0, "a call over a good link failed");
-    // Where the kernel has no netem, links only break.
-    if run(&format!("tc qdisc add dev {link} root netem delay 5ms 3ms loss 2%")) {
-        answered_more("calls over a link that delays and drops");
-        assert!(run(&format!("tc qdisc del dev {link} root")));
-    } else {
-        eprintln!("there is no netem: the link does not delay and drop");
-    }
+    wire.delay_us.store(2_000, Relaxed);
+    wire.lost.store(20, Relaxed);
+    answered_more("calls over a link that delays and drops");
+    assert!(wire.losses.load(Relaxed) > 0, "no packet was lost");
+    wire.delay_us.store(0, Relaxed);
+    wire.lost.store(0, Relaxed);
     answered_more("calls after that");
+
+    // The call that opened the session lives on: rows alone are cut off.
     let agent = agents(&service)[0];
-    namespace.set_link("down");
+    wire.spared.store(service.address.rsplit_once(':').unwrap().1.parse().unwrap(), Relaxed);
+    wire.is_cut.store(true, Relaxed);
+    eventually(NOTICED, "the session whose rows are cut off ends", || !agents(&service).contains(&agent));
+    wire.is_cut.store(false, Relaxed);
+    answered_more("calls once rows travel again");
+
+    let agent = agents(&service)[0];
+    wire.spared.store(0, Relaxed);
+    wire.is_cut.store(true, Relaxed);
     let failed = counts()[1];
     eventually(LOST, "calls fail within their deadlines", || counts()[1] > failed + 3);
     eventually(2 * LOST, "the session of a client that is cut off ends", || {
         !agents(&service).contains(&agent) && sessions(&service).len() <= 1
     });
-    namespace.set_link("up");
+    wire.is_cut.store(false, Relaxed);
     answered_more("calls once the link is back");
     client.kill().unwrap();
     client.wait().unwrap();

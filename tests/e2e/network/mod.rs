@@ -9,6 +9,7 @@ mod fleet;
 mod hostile;
 mod link;
 mod stalls;
+mod wire;
 
 use std::path::PathBuf;
 use std::time::Duration;

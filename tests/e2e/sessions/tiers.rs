@@ -121,6 +121,7 @@ fn a_call_that_overtakes_is_not_computed_after_its_word() {
     let options = CudaSessionOptions {
         device: expertd_rank_cuda::present() - 1,
         memory_bytes: MEMORY,
+        doorbells: 2,
         ..CudaSessionOptions::default()
     };
     let session = Arc::new(CudaSession::open(&host.address, &options).unwrap());

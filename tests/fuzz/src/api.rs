@@ -12,6 +12,8 @@ use expertd_grpc::{Access, AccessConfig, ConnectionLimits, ConnectionTimeouts, S
 use expertd_sessions::fuzzing as sessions;
 use tokio_util::sync::CancellationToken;
 
+use crate::echo::Echo;
+
 /// A `ForwardRequest`: what passes validation has the shape that the ranks rely on.
 pub fn request(data: &[u8]) {
     fuzzing::request(data);
@@ -64,7 +66,7 @@ static SERVER: LazyLock<Running> = LazyLock::new(|| {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(1).enable_all().build().expect("a runtime");
     let access = Arc::new(Access::load(&AccessConfig::default()).expect("no files to read"));
-    let server = runtime.block_on(Server::bind(&config, access, fuzzing::echo())).expect("sockets");
+    let server = runtime.block_on(Server::bind(&config, access, Arc::new(Echo::new()))).expect("sockets");
     runtime.spawn(server.run(CancellationToken::new()));
     Running { path, _directory: directory, _runtime: runtime }
 });

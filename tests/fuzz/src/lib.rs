@@ -5,6 +5,7 @@
 //! some mutations of them with the ordinary compiler.
 
 pub mod api;
+mod echo;
 pub mod files;
 pub mod ipc;
 pub mod network;

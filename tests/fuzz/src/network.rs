@@ -47,9 +47,14 @@ pub fn accepted(data: &[u8]) -> usize {
         rows.store_bytes(0, &[0xa5; ROWS]);
         let known = calls.clone();
         let written = if end == 0 {
-            let Ok(request) = accept_request(message, rows, &places, &mut calls, CALLS) else { break };
-            assert!(!known.contains_key(&request.call) && calls.len() == known.len() + 1);
-            places.of_request(&request)
+            match accept_request(message, rows, &places, &mut calls, CALLS) {
+                Ok(Some(request)) => {
+                    assert!(!known.contains_key(&request.call) && calls.len() == known.len() + 1);
+                    places.of_request(&request)
+                }
+                Ok(None) => None,
+                Err(_) => break,
+            }
         } else {
             match accept_completion(message, rows, &places, &mut calls) {
                 Ok(Some(completion)) => places.of_answer(&known[&completion.call]),

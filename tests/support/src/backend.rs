@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_core::backend::*;
+use expertd_core::failure::Failure;
 use expertd_types::{
     Coverage, Generation, LayerId, LayerRange, Rank, StepId, WeightFingerprint, WeightVersion,
 };
@@ -38,11 +39,11 @@ pub const WEIGHT_VERSION: u64 = 7;
 pub const WEIGHT_FINGERPRINT: WeightFingerprint =
     WeightFingerprint { coverage: Coverage::Sampled, digest: [7; 16] };
 
-type Waiting = (Request, oneshot::Sender<Result<Answer, StepError>>);
+type Waiting = (Request, oneshot::Sender<Result<Answer, Failure>>);
 
 pub struct Fake {
     model: Arc<ModelInfo>,
-    refuse: Mutex<Option<SubmitError>>,
+    refuse: Mutex<Option<Failure>>,
     held: Mutex<Vec<Waiting>>,
     steps: AtomicU64,
     pub submitted: AtomicUsize,
@@ -110,7 +111,7 @@ impl Fake {
         })
     }
 
-    pub fn refuse(&self, error: Option<SubmitError>) {
+    pub fn refuse(&self, error: Option<Failure>) {
         *self.refuse.lock().unwrap() = error;
     }
 
@@ -140,7 +141,7 @@ impl Fake {
         let timings = StepTiming {
             step,
             tokens: request.tokens as u32,
-            phases: PhaseTimes::default(),
+            phases: Default::default(),
             computed: Duration::ZERO,
             formed: Instant::now(),
             done: Instant::now(),
@@ -175,7 +176,7 @@ impl Backend for Fake {
         Arc::clone(&self.model)
     }
 
-    fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
+    fn submit(&self, request: Request) -> Result<Pending, Failure> {
         assert_eq!(request.rows.len(), request.tokens * self.model.hidden * request.dtype.size());
         if let Some(error) = self.refuse.lock().unwrap().clone() {
             return Err(error);
@@ -189,7 +190,7 @@ impl Backend for Fake {
             FAULT => {
                 let reason = "rank 1 ended".to_owned();
                 let retry_after = Duration::from_millis(300);
-                let _ = sender.send(Err(StepError::Unavailable { reason, retry_after }));
+                let _ = sender.send(Err(Failure::Unavailable { reason, retry_after }));
             }
             _ => {
                 let _ = sender.send(Ok(self.answer(&request)));
@@ -243,7 +244,7 @@ impl Backend for Fake {
 
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture {
         self.set_state(ServiceState::Draining);
-        self.refuse(Some(SubmitError::Draining));
+        self.refuse(Some(Failure::Draining));
         Box::pin(async move {
             let requests_dropped = timeout.map_or(0, |timeout| timeout.as_millis() as u64);
             DrainReport { requests_dropped }

@@ -122,9 +122,23 @@ fn compare_row(assignment: usize, row: &Expected, y: &[bf16], tolerance: f64) ->
     }
     if relative > tolerance {
         let expert = row.expert;
-        return Err(format!("assignment {assignment} of expert {expert}: relative error {relative:.2e}"));
+        let wrong = wrong_features(&row.y, found, tolerance);
+        return Err(format!(
+            "assignment {assignment} of expert {expert}: relative error {relative:.2e}, {wrong}"
+        ));
     }
     Ok(relative)
+}
+
+/// Which features of a row are wrong by more than `tolerance` of the row's root mean square.
+fn wrong_features(wanted: &[f64], found: &[bf16], tolerance: f64) -> String {
+    let size = (wanted.iter().map(|value| value.powi(2)).sum::<f64>() / wanted.len() as f64).sqrt();
+    let is_wrong = |at: &usize| (found[*at].to_f64() - wanted[*at]).abs() > 4.0 * tolerance * size;
+    let wrong: Vec<usize> = (0..wanted.len()).filter(is_wrong).collect();
+    match (wrong.first(), wrong.last()) {
+        (Some(first), Some(last)) => format!("{} of features {first} to {last}", wrong.len()),
+        _ => "no feature by much".into(),
+    }
 }
 
 /// The relative error of a row; an error if other elements are no numbers than in `wanted`.

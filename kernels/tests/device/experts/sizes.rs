@@ -28,10 +28,13 @@ fn sampled(
     for tiles in KERNELS {
         let y = step.run(device, case, &loaded, tiles)?;
         let of = |at: usize| compare_row(sample[at], &wanted[at], &y, tolerance(case.format));
-        for error in in_parallel(sample.len(), of) {
-            worst = worst
-                .max(error.map_err(|error| format!("format {}, tiles {tiles:?}: {error}", case.format))?);
+        let (good, bad): (Vec<_>, Vec<_>) =
+            in_parallel(sample.len(), of).into_iter().partition(Result::is_ok);
+        let bad: Vec<String> = bad.into_iter().filter_map(Result::err).collect();
+        if !bad.is_empty() {
+            return Err(format!("format {}, tiles {tiles:?}: {}", case.format, bad.join("; ")).into());
         }
+        worst = good.into_iter().flatten().fold(worst, f64::max);
         if let Some(at) = y.iter().position(|value| value.is_nan()) {
             return Err(
                 format!("format {}, tiles {tiles:?}: element {at} was not written", case.format).into()

@@ -12,7 +12,7 @@ use crate::exit;
 /// Why a service could not be started.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum StartError {
+pub enum ServeError {
     #[error("{name}: {source}")]
     Address { name: &'static str, source: AddressError },
     #[error(
@@ -56,21 +56,21 @@ const fn hint(in_use: bool) -> &'static str {
     }
 }
 
-impl StartError {
+impl ServeError {
     pub(super) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            StartError::Address { .. }
-            | StartError::MetricsAddress(_)
-            | StartError::OpenMetrics(_)
-            | StartError::Access(_)
-            | StartError::Traces(_)
-            | StartError::Descriptors(_)
-            | StartError::Network(_)
-            | StartError::Server(
+            ServeError::Address { .. }
+            | ServeError::MetricsAddress(_)
+            | ServeError::OpenMetrics(_)
+            | ServeError::Access(_)
+            | ServeError::Traces(_)
+            | ServeError::Descriptors(_)
+            | ServeError::Network(_)
+            | ServeError::Server(
                 ServerError::Plaintext(_) | ServerError::AdminWithoutTokens(_) | ServerError::NoAddress,
             ) => exit::USAGE,
-            StartError::MetricsBind { .. } | StartError::Server(_) => exit::BIND,
-            StartError::Service(_) => exit::SETUP,
+            ServeError::MetricsBind { .. } | ServeError::Server(_) => exit::BIND,
+            ServeError::Service(_) => exit::SETUP,
         })
     }
 }

@@ -13,10 +13,10 @@ mod running;
 pub mod settings;
 pub(super) mod variables;
 
-pub use error::StartError;
+pub use error::ServeError;
 pub(super) use report::gpu_bytes;
 pub use report::{follow_loading, plan as describe_plan, weights as describe_weights};
-pub use running::{Prepared, Running};
+pub use running::{PreparedService, RunningService};
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -61,7 +61,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
     for variable in std::env::vars_os().filter_map(|(name, _)| variables::unknown(name.to_str()?)) {
         tracing::warn!("{variable}");
     }
-    let prepared = match Prepared::new(plan) {
+    let prepared = match PreparedService::new(plan) {
         Ok(prepared) => prepared,
         Err(error) => {
             tell(&format!("expertd serve: {error}"));
@@ -83,7 +83,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
         }
     };
     let code = runtime.block_on(async {
-        let started = Running::bind(prepared).await.and_then(|running| {
+        let started = RunningService::bind(prepared).await.and_then(|running| {
             // An address in use is reported alone.
             print(&text);
             running.begin()?;
@@ -102,7 +102,7 @@ pub fn run(args: &ServeArgs, matches: Option<&ArgMatches>) -> ExitCode {
 }
 
 /// Says why the service could not be started. Its threads and tasks end with it as planned.
-fn not_started(error: &StartError) -> ExitCode {
+fn not_started(error: &ServeError) -> ExitCode {
     progress::stop();
     tell(&format!("expertd serve: {error}"));
     error.exit_code()
@@ -141,7 +141,7 @@ mod tests {
         });
         let task = progress::need("the task that accepts connections");
         let error = std::io::Error::from(std::io::ErrorKind::WouldBlock);
-        let error = StartError::Service(expertd_core::steps::StartError::Thread(error));
+        let error = ServeError::Service(expertd_core::steps::StartError::Thread(error));
         let code = not_started(&error);
         drop(task);
         assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(exit::SETUP)));

@@ -1,7 +1,7 @@
 //! Network sessions: the calls that open them come from the public API, the agents from the sessions.
 
 use expertd_core::backend::ClientKey;
-use expertd_grpc::{NetworkSession, NetworkSessions};
+use expertd_grpc::{NetworkOpener, NetworkSession};
 use expertd_network::Card;
 use expertd_proto::v1::{NetworkSessionOpened, OpenNetworkSession};
 use expertd_sessions::NetworkRequest;
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 /// The sessions that agents serve.
 pub(super) struct OverNetwork(pub(super) expertd_sessions::NetworkSessions);
 
-impl NetworkSessions for OverNetwork {
+impl NetworkOpener for OverNetwork {
     fn open(&self, client: ClientKey, open: OpenNetworkSession) -> NetworkSession {
         let request = NetworkRequest {
             version: open.version,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 
 use super::plan::ServePlan;
-use super::settings::{Shown, Source};
+use super::settings::{SettingSource, ShownSetting};
 use crate::mps;
 use crate::predict;
 use crate::units::{bytes, wrap};
@@ -31,10 +31,10 @@ const PLAN_INDENT: usize = 11;
 
 /// One line for each setting that was given, and a line that says how to see the others, which are also in the log at level debug.
 #[must_use]
-pub(super) fn given_settings(shown: &[Shown]) -> String {
-    let is_default = |s: &&Shown| matches!(s.source, Source::Default(_));
+pub(super) fn given_settings(shown: &[ShownSetting]) -> String {
+    let is_default = |s: &&ShownSetting| matches!(s.source, SettingSource::Default(_));
     let (defaults, given): (Vec<_>, Vec<_>) = shown.iter().partition(is_default);
-    for Shown { name, value, source } in &defaults {
+    for ShownSetting { name, value, source } in &defaults {
         tracing::debug!(name, value = value.as_deref(), %source, "setting");
     }
     let more = defaults.len();
@@ -46,17 +46,17 @@ pub(super) fn given_settings(shown: &[Shown]) -> String {
 
 /// One line of TOML for each setting, with its source; those without a value are comments.
 #[must_use]
-pub(super) fn settings(shown: &[Shown]) -> String {
+pub(super) fn settings(shown: &[ShownSetting]) -> String {
     lines(shown.iter().collect())
 }
 
-fn lines(shown: Vec<&Shown>) -> String {
+fn lines(shown: Vec<&ShownSetting>) -> String {
     let name = shown.iter().map(|s| s.name.len()).max().unwrap_or(0);
     // Longer values are printed whole; only their sources are not aligned.
-    let length = |s: &&Shown| s.value.as_ref().map_or(0, String::len);
+    let length = |s: &&ShownSetting| s.value.as_ref().map_or(0, String::len);
     let value = shown.iter().map(length).max().unwrap_or(0).min(MAX_ALIGNED);
     let mut text = String::new();
-    for Shown { name: setting, value: found, source } in shown {
+    for ShownSetting { name: setting, value: found, source } in shown {
         let _ = match found {
             Some(found) => writeln!(text, "{setting:name$} = {found:value$}  # {source}"),
             None => writeln!(text, "# {setting} is not set"),

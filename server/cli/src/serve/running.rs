@@ -19,7 +19,7 @@ use expertd_telemetry::{flush_logs, flush_traces, install_recorder, progress, st
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use super::error::StartError;
+use super::error::ServeError;
 use super::network::OverNetwork;
 use super::plan::{ServePlan, SessionPlan};
 use super::{descriptors, print, report};
@@ -36,7 +36,7 @@ const FLUSH_TRACES: Duration = Duration::from_secs(2);
 const END_AT_ONCE: Duration = Duration::from_secs(3);
 
 /// A service whose addresses and credentials were checked. Nothing is bound and nothing started.
-pub struct Prepared {
+pub struct PreparedService {
     plan: ServePlan,
     config: ServerConfig,
     sessions: Option<SessionConfig>,
@@ -45,12 +45,12 @@ pub struct Prepared {
     metrics: SocketAddr,
 }
 
-impl Prepared {
+impl PreparedService {
     /// Checks addresses and credentials.
     ///
     /// # Errors
     /// If an address is invalid or needs credentials, or credentials cannot be used.
-    pub fn new(plan: ServePlan) -> Result<Self, StartError> {
+    pub fn new(plan: ServePlan) -> Result<Self, ServeError> {
         let config = server_config(&plan)?;
         let sessions = session_config(&plan)?;
         let network = network_config(&plan)?;
@@ -63,7 +63,7 @@ impl Prepared {
                 path.display()
             );
         }
-        Ok(Prepared { plan, config, sessions, network, access, metrics })
+        Ok(PreparedService { plan, config, sessions, network, access, metrics })
     }
 
     /// What was checked.
@@ -82,7 +82,7 @@ fn readable_secrets(access: &AccessConfig) -> Vec<(&Path, u32)> {
 }
 
 /// A running service with its listeners.
-pub struct Running {
+pub struct RunningService {
     service: Arc<Service>,
     addresses: Vec<Address>,
     admin: Option<Address>,
@@ -93,12 +93,12 @@ pub struct Running {
     sessions: Option<(Option<String>, tokio::task::JoinHandle<()>)>,
 }
 
-impl Running {
+impl RunningService {
     /// Binds every address, then forms the first generation.
     ///
     /// # Errors
     /// If an address cannot be bound, or the scheduler cannot be started.
-    pub async fn start(prepared: Prepared) -> Result<Self, StartError> {
+    pub async fn start(prepared: PreparedService) -> Result<Self, ServeError> {
         let running = Self::bind(prepared).await?;
         running.begin()?;
         Ok(running)
@@ -108,48 +108,27 @@ impl Running {
     ///
     /// # Errors
     /// If an address cannot be bound, or the scheduler cannot be started.
-    pub(super) async fn bind(prepared: Prepared) -> Result<Self, StartError> {
-        let Prepared { plan, config, sessions, network, access, metrics } = prepared;
+    pub(super) async fn bind(prepared: PreparedService) -> Result<Self, ServeError> {
+        let PreparedService { plan, config, sessions, network, access, metrics } = prepared;
         let recorder = install_recorder(if expertd_rank_cuda::BUILT { "cuda" } else { "" });
         start_traces(plan.otlp_endpoint.as_deref())?;
         let service = Service::new(plan.model, plan.cluster, plan.scheduler)?;
         let backend: Arc<dyn Backend> = Arc::clone(&service) as Arc<dyn Backend>;
-        let server = Server::bind(&config, Arc::clone(&access), Arc::clone(&backend)).await?;
+        let mut server = Server::bind(&config, Arc::clone(&access), Arc::clone(&backend)).await?;
         let endpoint = MetricsPort::bind(metrics, recorder, backend, access, plan.health_timeout)
             .await
-            .map_err(|source| StartError::MetricsBind { address: metrics, source })?;
-        let running = Self::listen(&service, server, endpoint, (sessions, network))?;
-        Ok(Running { access: plan.access, ..running })
-    }
-
-    /// Forms the first generation.
-    ///
-    /// # Errors
-    /// If the scheduler cannot be started.
-    pub(super) fn begin(&self) -> Result<(), StartError> {
-        Ok(self.service.begin()?)
-    }
-
-    fn listen(
-        service: &Arc<Service>,
-        mut server: Server,
-        endpoint: MetricsPort,
-        (sessions, network): (Option<SessionConfig>, Option<NetworkConfig>),
-    ) -> Result<Self, StartError> {
-        let service = Arc::clone(service);
+            .map_err(|source| ServeError::MetricsBind { address: metrics, source })?;
         let metrics = endpoint.local_address();
-        let session_server = match sessions {
-            Some(config) => {
-                let address = config.listen.clone().map(|path| Address::Unix(path).to_string());
-                let describe = Box::new(|model: &Arc<_>| encoded_model(model));
-                let bound = SessionServer::bind(config, Arc::clone(&service), describe);
-                let failed = |source| ServerError::Bind { setting: "session-listen", source };
-                Some((address, bound.map_err(failed)?))
+        let mut session_server = None;
+        if let Some(config) = sessions {
+            let address = config.listen.clone().map(|path| Address::Unix(path).to_string());
+            let describe = Box::new(|model: &Arc<_>| encoded_model(model));
+            let bound = SessionServer::bind(config, Arc::clone(&service), describe)
+                .map_err(|source| ServerError::Bind { setting: "session-listen", source })?;
+            if let Some(network) = network {
+                server.serve_network_sessions(Arc::new(OverNetwork(bound.network(network))));
             }
-            None => None,
-        };
-        if let Some((sessions, network)) = session_server.as_ref().map(|(_, server)| server).zip(network) {
-            server.serve_network_sessions(Arc::new(OverNetwork(sessions.network(network))));
+            session_server = Some((address, bound));
         }
         let (addresses, admin) = (server.addresses(), server.admin_address());
         tokio::spawn(endpoint.run());
@@ -157,8 +136,24 @@ impl Running {
         let server = tokio::spawn(server.run(shutdown.clone()));
         let sessions =
             session_server.map(|(address, sessions)| (address, tokio::spawn(sessions.run(shutdown.clone()))));
-        let access = AccessConfig::default();
-        Ok(Running { service, addresses, admin, metrics, access, shutdown, server, sessions })
+        Ok(RunningService {
+            service,
+            addresses,
+            admin,
+            metrics,
+            access: plan.access,
+            shutdown,
+            server,
+            sessions,
+        })
+    }
+
+    /// Forms the first generation.
+    ///
+    /// # Errors
+    /// If the scheduler cannot be started.
+    pub(super) fn begin(&self) -> Result<(), ServeError> {
+        Ok(self.service.begin()?)
     }
 
     /// The first public address.
@@ -241,12 +236,12 @@ impl Running {
     }
 }
 
-fn address(name: &'static str, text: &str) -> Result<Address, StartError> {
-    text.parse().map_err(|source| StartError::Address { name, source })
+fn address(name: &'static str, text: &str) -> Result<Address, ServeError> {
+    text.parse().map_err(|source| ServeError::Address { name, source })
 }
 
 /// The configuration of the gRPC listeners.
-fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
+fn server_config(plan: &ServePlan) -> Result<ServerConfig, ServeError> {
     let mut sessions = plan.sessions.as_ref().map_or(0, SessionPlan::descriptors);
     if let (Some(plan), Some(_)) = (&plan.sessions, &plan.network) {
         sessions += plan.agent_descriptors();
@@ -254,7 +249,7 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
     // A connection over a Unix-domain socket has two descriptors.
     let (tcp, unix) = (plan.connections.tcp, 2 * plan.connections.unix + sessions);
     let connections = descriptors::connections(tcp, unix, plan.cluster.shape.ranks as usize)
-        .map_err(StartError::Descriptors)?;
+        .map_err(ServeError::Descriptors)?;
     let listen = plan.listen.split(',').map(|text| address("listen", text.trim()));
     Ok(ServerConfig {
         listen: listen.collect::<Result<_, _>>()?,
@@ -267,7 +262,7 @@ fn server_config(plan: &ServePlan) -> Result<ServerConfig, StartError> {
 }
 
 /// The configuration of the session socket, if there is to be one.
-fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError> {
+fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, ServeError> {
     let Some(sessions) = &plan.sessions else { return Ok(None) };
     // The plan has no other address than one of a Unix-domain socket.
     let listen = match sessions.listen.as_deref().map(|text| address("session-listen", text)).transpose()? {
@@ -284,19 +279,19 @@ fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, StartError>
 }
 
 /// The configuration of network sessions, if there are any and this machine can serve them.
-fn network_config(plan: &ServePlan) -> Result<Option<NetworkConfig>, StartError> {
+fn network_config(plan: &ServePlan) -> Result<Option<NetworkConfig>, ServeError> {
     let Some(network) = &plan.network else { return Ok(None) };
-    let found = probe_in_child_process(network.library.as_deref()).map_err(StartError::Network)?;
+    let found = probe_in_child_process(network.library.as_deref()).map_err(ServeError::Network)?;
     tracing::info!(found, "network sessions are served");
     Ok(Some(network.clone()))
 }
 
 /// The address of the metrics endpoint. Beyond loopback it needs tokens, unless the configuration allows it to be open.
-fn metrics_address(plan: &ServePlan, access: &Access) -> Result<SocketAddr, StartError> {
+fn metrics_address(plan: &ServePlan, access: &Access) -> Result<SocketAddr, ServeError> {
     let address = plan.metrics_listen.parse::<SocketAddr>();
-    let address = address.map_err(|_| StartError::MetricsAddress(plan.metrics_listen.clone()))?;
+    let address = address.map_err(|_| ServeError::MetricsAddress(plan.metrics_listen.clone()))?;
     if Address::Tcp(address).is_beyond_loopback() && !access.has_tokens() && !plan.access.insecure {
-        return Err(StartError::OpenMetrics(address));
+        return Err(ServeError::OpenMetrics(address));
     }
     Ok(address)
 }

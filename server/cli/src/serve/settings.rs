@@ -15,7 +15,7 @@ use crate::predict::MemoryRates;
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum SettingSource {
     /// A command line flag.
     Flag,
     /// The environment variable of this name.
@@ -26,14 +26,14 @@ pub enum Source {
     Default(String),
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for SettingSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Flag => f.write_str("flag"),
-            Source::Environment(name) => write!(f, "{name}"),
-            Source::File => f.write_str("config file"),
-            Source::Default(why) if why.is_empty() => f.write_str("default"),
-            Source::Default(why) => write!(f, "default: {why}"),
+            SettingSource::Flag => f.write_str("flag"),
+            SettingSource::Environment(name) => write!(f, "{name}"),
+            SettingSource::File => f.write_str("config file"),
+            SettingSource::Default(why) if why.is_empty() => f.write_str("default"),
+            SettingSource::Default(why) => write!(f, "default: {why}"),
         }
     }
 }
@@ -53,13 +53,13 @@ pub enum SettingsError {
 
 /// A resolved setting as it is printed.
 #[derive(Clone, Debug)]
-pub struct Shown {
+pub struct ShownSetting {
     /// Name of the setting in the file; the flag has dashes instead of underscores.
     pub name: &'static str,
     /// The value as TOML writes it; `None` if the setting has none.
     pub value: Option<String>,
     /// Source of the value.
-    pub source: Source,
+    pub source: SettingSource,
 }
 
 /// Writes a value as TOML does.
@@ -126,7 +126,7 @@ macro_rules! settings {
         /// The settings with their sources, before defaults are derived.
         #[derive(Clone, Debug)]
         pub struct Given {
-            $( $(#[$doc])* pub $name: (Option<$ty>, Source), )*
+            $( $(#[$doc])* pub $name: (Option<$ty>, SettingSource), )*
         }
 
         impl Given {
@@ -141,26 +141,26 @@ macro_rules! settings {
                 };
                 let from = |id: &str, env: &'static str| {
                     match matches.and_then(|m| m.value_source(id)) {
-                        Some(ValueSource::EnvVariable) => Source::Environment(env),
-                        _ => Source::Flag,
+                        Some(ValueSource::EnvVariable) => SettingSource::Environment(env),
+                        _ => SettingSource::Flag,
                     }
                 };
                 let mut given = Given { $(
                     $name: match (args.$name.clone(), file.$name) {
                         (Some(value), _) => (Some(value), from(stringify!($name), $env)),
-                        (None, Some(value)) => (Some(value), Source::File),
+                        (None, Some(value)) => (Some(value), SettingSource::File),
                         (None, None) => {
                             let default: Option<$ty> = $default;
-                            (default, Source::Default(String::new()))
+                            (default, SettingSource::Default(String::new()))
                         }
                     },
                 )* };
                 if let Some(folder) = &args.folder {
-                    if given.model.1 == Source::Flag {
+                    if given.model.1 == SettingSource::Flag {
                         let problem = format!("the folder is given twice, as {} and by --model", folder.display());
                         return Err(SettingsError::Value { name: "model", problem });
                     }
-                    given.model = (Some(folder.clone()), Source::Flag);
+                    given.model = (Some(folder.clone()), SettingSource::Flag);
                 }
                 Ok(given)
             }
@@ -169,8 +169,8 @@ macro_rules! settings {
             pub const VARIABLES: &[&str] = &[$($env),*];
 
             /// All settings in the order of the help text.
-            pub fn shown(&self) -> Vec<Shown> {
-                vec![ $( Shown {
+            pub fn shown(&self) -> Vec<ShownSetting> {
+                vec![ $( ShownSetting {
                     name: stringify!($name),
                     value: self.$name.0.as_ref().map(Show::show),
                     source: self.$name.1.clone(),
@@ -341,9 +341,9 @@ mod tests {
         let path = dir.path().join("expertd.toml");
         std::fs::write(&path, "ranks = 3\nmax_wait_us = 50\nmodel = \"/models/m\"\n").unwrap();
         let got = given(&["--config", path.to_str().unwrap(), "--ranks", "2"]).unwrap();
-        assert_eq!(got.ranks, (Some(2.into()), Source::Flag));
-        assert_eq!(got.max_wait_us, (Some(50), Source::File));
-        assert_eq!(got.slots, (Some(2), Source::Default(String::new())));
+        assert_eq!(got.ranks, (Some(2.into()), SettingSource::Flag));
+        assert_eq!(got.max_wait_us, (Some(50), SettingSource::File));
+        assert_eq!(got.slots, (Some(2), SettingSource::Default(String::new())));
         assert_eq!(got.model.0, Some(PathBuf::from("/models/m")));
     }
 
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn the_folder_may_stand_alone_but_not_beside_the_flag() {
-        assert_eq!(given(&["/models/m"]).unwrap().model, (Some("/models/m".into()), Source::Flag));
+        assert_eq!(given(&["/models/m"]).unwrap().model, (Some("/models/m".into()), SettingSource::Flag));
         let error = given(&["/models/m", "--model", "/models/n"]).unwrap_err().to_string();
         assert!(error.contains("/models/m") && error.contains("twice"), "{error}");
         let dir = tempfile::tempdir().unwrap();

@@ -17,16 +17,14 @@ use expertd_types::{ExpertPlacement, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 pub use self::model::{Limits, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
-pub use self::request::{
-    Answer, CallError, GivenRouting, PhaseTimes, Receipt, Request, RequestId, StepError, StepTiming,
-    SubmitError, client_key,
-};
+pub use self::request::{Answer, GivenRouting, Receipt, Request, RequestId, StepTiming, client_key};
 pub use self::status::{Attachment, RankState, RankStatus, ServiceStatus, SessionStatus};
 pub use crate::expert_rows::{ExpertRows, LayerRows};
+use crate::failure::Failure;
 
 /// The future result of a submitted request. Dropping it cancels the request: it leaves the queue, or its rows are discarded
 /// when their step completes.
-pub type Pending = oneshot::Receiver<Result<Answer, StepError>>;
+pub type Pending = oneshot::Receiver<Result<Answer, Failure>>;
 
 /// The future of a drain.
 pub type DrainFuture = Pin<Box<dyn Future<Output = DrainReport> + Send + 'static>>;
@@ -39,8 +37,8 @@ pub trait Backend: Send + Sync + 'static {
     /// Submits a validated request without blocking.
     ///
     /// # Errors
-    /// [`SubmitError`] if it is not admitted.
-    fn submit(&self, request: Request) -> Result<Pending, SubmitError>;
+    /// Why it is not admitted.
+    fn submit(&self, request: Request) -> Result<Pending, Failure>;
 
     /// State of the service, its group and its ranks.
     fn status(&self) -> ServiceStatus;
@@ -54,7 +52,7 @@ pub trait Backend: Send + Sync + 'static {
     fn watch_state(&self) -> watch::Receiver<ServiceState>;
 
     /// Stops admitting requests at once. The future resolves when no request is queued or in flight, at the latest after
-    /// `timeout` (`None`: the service's own limit); the remaining requests then fail with [`StepError::Unavailable`]. The process
+    /// `timeout` (`None`: the service's own limit); the remaining requests then fail with [`Failure::Unavailable`]. The process
     /// ends with exit code 0 afterwards.
     fn drain(&self, timeout: Option<Duration>) -> DrainFuture;
 

@@ -1,4 +1,4 @@
-//! Requests that passed validation, their answers with receipts, and the errors that end them.
+//! Requests that passed validation, and their answers with receipts.
 
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_scheduler::ClientKey;
-use expertd_types::{DType, Generation, LayerId, StepId, WeightFingerprint, WeightVersion};
+use expertd_types::{DType, Generation, LayerId, Phase, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique within the process; logs and spans carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -113,26 +113,6 @@ pub struct Receipt {
     pub step_time: Duration,
 }
 
-/// Duration of each phase of one step on the slowest rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the fields are the phases")]
-pub struct PhaseTimes {
-    pub copy_in: Duration,
-    pub gate: Duration,
-    pub prepare: Duration,
-    pub dispatch: Duration,
-    pub experts: Duration,
-    pub combine: Duration,
-    pub copy_out: Duration,
-}
-
-impl PhaseTimes {
-    /// In the order of [`Phase::ALL`](expertd_types::Phase::ALL).
-    pub const fn all(&self) -> [Duration; 7] {
-        [self.copy_in, self.gate, self.prepare, self.dispatch, self.experts, self.combine, self.copy_out]
-    }
-}
-
 /// One step's timings in a receipt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
@@ -140,58 +120,12 @@ pub struct StepTiming {
     pub step: StepId,
     /// Tokens of the whole step, all requests together.
     pub tokens: u32,
-    /// Duration of each phase on the slowest rank.
-    pub phases: PhaseTimes,
+    /// Duration of each phase on the slowest rank, in the order of [`Phase::ALL`].
+    pub phases: [Duration; Phase::ALL.len()],
     /// The largest total of any rank over all phases except the copies between host and device.
     pub computed: Duration,
     /// When the step formed.
     pub formed: Instant,
     /// When its last row was back at the router.
     pub done: Instant,
-}
-
-/// Why a request was not admitted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum SubmitError {
-    #[error("{reason}; retry after {} ms", retry_after.as_millis())]
-    Overloaded { reason: String, retry_after: Duration },
-    /// The service is draining and admits no requests (UNAVAILABLE).
-    #[error("the service is draining and admits no new requests")]
-    Draining,
-    /// No EP group can run steps: it is loading, re-forming or failed (UNAVAILABLE).
-    #[error("{reason}")]
-    NotReady { reason: String, retry_after: Duration },
-    #[error("the deadline passed before the request was admitted")]
-    DeadlineExceeded,
-}
-
-/// Why an admitted request has no answer.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the variants")]
-pub enum StepError {
-    /// A fault of its step or of its generation, or a drain that ran out of time (UNAVAILABLE: retrying is safe).
-    #[error("{reason}")]
-    Unavailable { reason: String, retry_after: Duration },
-    /// Other weights were loaded while the request waited (FAILED_PRECONDITION).
-    #[error("the call expects weight version {expected}, and version {loaded} was loaded while it waited")]
-    OtherWeights { expected: WeightVersion, loaded: WeightVersion },
-    /// The deadline passed before the last row was back at the router (DEADLINE_EXCEEDED).
-    #[error("the deadline passed before the answer was complete")]
-    DeadlineExceeded,
-    /// Several steps with the request ended their generation, the last one with no other request in it (INTERNAL: retrying is
-    /// harmful).
-    #[error(
-        "{lost_steps} steps with this request ended the EP group, and no other request was in the last one; it will not be retried"
-    )]
-    Poisoned { lost_steps: u32 },
-}
-
-/// Why a call has no answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CallError {
-    /// It was not admitted.
-    Refused(SubmitError),
-    /// It was admitted.
-    Failed(StepError),
 }

@@ -41,7 +41,7 @@ impl Receipt {
 }
 
 fn step_attributes(timing: &StepTiming) -> Vec<KeyValue> {
-    let phases = Phase::ALL.iter().zip(timing.phases.all());
+    let phases = Phase::ALL.iter().zip(timing.phases);
     let phases = phases.map(|(phase, time)| {
         KeyValue::new(format!("expertd.phase.{}_seconds", phase.name()), time.as_secs_f64())
     });

@@ -4,6 +4,7 @@ mod memories;
 mod steps;
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use self::steps::InFlight;
 pub(crate) use self::steps::StepDone;
 use super::config::{CHECK_INTERVAL, ClusterConfig};
-use super::fault::{FormError, channel_fault};
+use super::fault::{channel_fault, setup_fault};
 use super::observed::ObservedTime;
 use super::process::{ChildProcess, Killed, News, left_processes};
 use super::weights::WeightSet;
@@ -106,12 +107,16 @@ impl Group {
         weights: &WeightSet,
         bell: &RouterBell,
         row_counts: &RowCounts,
-    ) -> Result<(), FormError> {
-        let channel = RouterChannel::create(&config.shape)?;
+    ) -> Result<(), Fault> {
+        let failed = |what: &str, error: &dyn Display| {
+            setup_fault(format!("cannot create the {what} of a generation: {error}"))
+        };
+        let channel =
+            RouterChannel::create(&config.shape).map_err(|error| failed("shared memory", &error))?;
         let windows = config
             .windows
             .map(|make| make(&rank_setup(config, generation, weights, row_counts.shape(), Rank(0))));
-        let windows = windows.transpose().map_err(FormError::Windows)?;
+        let windows = windows.transpose().map_err(|error| failed("windows", &error))?;
         let (sender, events) = mpsc::channel();
         let group = formed.insert(Group {
             config: Arc::clone(config),
@@ -138,7 +143,7 @@ impl Group {
             let rank = Rank(rank);
             let process = group
                 .spawn(rank, weights, sender.clone(), bell, row_counts)
-                .map_err(|source| FormError::Spawn { rank, source })?;
+                .map_err(|error| setup_fault(format!("cannot start rank {rank}: {error}")))?;
             let view = RankView {
                 pid: process.pid(),
                 device: None,

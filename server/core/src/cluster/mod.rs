@@ -8,7 +8,7 @@ mod process;
 mod weights;
 
 pub use config::{ClusterConfig, MakeWindows};
-pub(crate) use fault::channel_fault;
+pub(crate) use fault::{channel_fault, setup_fault};
 pub(crate) use group::{Group, StepDone};
 pub(crate) use observed::ObservedTime;
 pub(crate) use process::left_processes;

@@ -7,7 +7,8 @@ use expertd_ipc::{Raise, RowsToStage};
 use expertd_types::{DType, MemoryId, WeightFingerprint};
 
 use super::caller::{Caller, Raising};
-use crate::backend::{self, CallError, Request, StepError, StepTiming};
+use crate::backend::{self, Request, StepTiming};
+use crate::failure::Failure;
 use expertd_telemetry::names;
 
 /// The parts of an answer: rows, and expert ids and weights if requested.
@@ -178,7 +179,7 @@ impl Active {
     }
 
     /// Ends the request without an answer.
-    pub(super) fn fail(self, error: StepError) {
-        self.caller.fail(CallError::Failed(error));
+    pub(super) fn fail(self, failure: Failure) {
+        self.caller.fail(failure);
     }
 }

@@ -11,7 +11,8 @@ use expertd_ipc::{Raise, RowSource};
 use expertd_types::MemoryId;
 use tokio::sync::oneshot;
 
-use crate::backend::{Answer, Attachment, CallError, ModelInfo, Receipt, Request, ServiceState, StepError};
+use crate::backend::{Answer, Attachment, ModelInfo, Receipt, Request, ServiceState};
+use crate::failure::Failure;
 use expertd_telemetry::names;
 
 /// Who raises the completion word of a call.
@@ -44,7 +45,7 @@ pub trait Caller: Send + fmt::Debug {
     fn answer(self: Box<Self>, rows: Bytes, receipt: Receipt, is_idle: bool);
 
     /// Ends the call without an answer.
-    fn fail(self: Box<Self>, error: CallError);
+    fn fail(self: Box<Self>, failure: Failure);
 
     /// The completion word that rank 0 can raise for a call that one step computes whole.
     fn raise(&self) -> Option<Raise> {
@@ -59,7 +60,7 @@ pub trait Caller: Send + fmt::Debug {
 #[derive(Debug)]
 pub(super) struct MessageCaller {
     pub(super) rows: Bytes,
-    pub(super) reply: oneshot::Sender<Result<Answer, StepError>>,
+    pub(super) reply: oneshot::Sender<Result<Answer, Failure>>,
 }
 
 impl Caller for MessageCaller {
@@ -77,11 +78,8 @@ impl Caller for MessageCaller {
         }
     }
 
-    fn fail(self: Box<Self>, error: CallError) {
-        // A refusal is returned to the caller by `submit`.
-        if let CallError::Failed(error) = error {
-            let _ = self.reply.send(Err(error));
-        }
+    fn fail(self: Box<Self>, failure: Failure) {
+        let _ = self.reply.send(Err(failure));
     }
 }
 

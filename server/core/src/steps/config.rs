@@ -1,6 +1,5 @@
 //! Limits of the step loop, and what a reload is checked with.
 
-use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use expertd_types::ExpertPlacement;
 pub use expertd_scheduler::End as ServiceEnd;
 
 /// Limits on steps and on the queue.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct SchedulerConfig {
     /// Largest number of rows of one step, all ranks together.
     pub max_tokens_per_step: usize,
@@ -36,23 +35,8 @@ pub struct SchedulerConfig {
 /// Checks whether the checkpoint in a folder (`None`: that of the present one) can be loaded into the running service.
 /// Returns the reason if it cannot. Must not read its weights by itself: a file that is truncated meanwhile ends the
 /// process that reads it.
-#[derive(Clone)]
-pub struct ReloadPlanner(Arc<CheckReload>);
-
-type CheckReload = dyn Fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String> + Send + Sync;
-
-impl ReloadPlanner {
-    /// A planner that asks `check`.
-    pub fn new(
-        check: impl Fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String> + Send + Sync + 'static,
-    ) -> Self {
-        ReloadPlanner(Arc::new(check))
-    }
-
-    pub(super) fn plan(&self, context: &ReloadContext, folder: Option<&Path>) -> Result<ReloadPlan, String> {
-        (self.0)(context, folder)
-    }
-}
+pub type ReloadPlanner =
+    Arc<dyn Fn(&ReloadContext, Option<&Path>) -> Result<ReloadPlan, String> + Send + Sync>;
 
 /// A checked reload.
 #[derive(Clone, Debug)]
@@ -61,12 +45,6 @@ pub struct ReloadPlan {
     pub source: CheckpointSource,
     /// Whether host memory has room for its weights beside the present ones, as far as that is known; loaders check device memory.
     pub has_room: bool,
-}
-
-impl fmt::Debug for ReloadPlanner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ReloadPlanner")
-    }
 }
 
 /// What a new checkpoint is compared with.

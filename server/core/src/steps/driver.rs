@@ -17,10 +17,10 @@ use expertd_shm::wait::spin_between_steps;
 use expertd_types::{MemoryId, StepId, WeightVersion};
 
 use self::rows::Unrecorded;
-use self::show::{Shown, show_counters_of_faults};
+use self::show::{QueueCounts, show_counters_of_faults};
 use super::active::Active;
 use super::caller::ClientMemory;
-use super::config::{SchedulerConfig, ServiceEnd};
+use super::config::ServiceEnd;
 use super::shared::Shared;
 use crate::cluster::{ClusterConfig, Freeing, Group, Loading, ObservedTime, WeightSet};
 use expertd_telemetry::{StepMetrics, progress};
@@ -70,17 +70,13 @@ struct Processes {
     order_time: ObservedTime,
     /// Time of the last event, from which spinning is timed.
     last_event: Instant,
-    shown: Shown,
+    shown: QueueCounts,
 }
 
 /// Runs the step loop until the service ends.
-pub(super) fn run(
-    shared: Arc<Shared>,
-    cluster: ClusterConfig,
-    config: &SchedulerConfig,
-    seed: u64,
-) -> ServiceEnd {
+pub(super) fn run(shared: Arc<Shared>, cluster: ClusterConfig) -> ServiceEnd {
     show_counters_of_faults();
+    let config = &shared.config;
     let rules = Config {
         ranks: cluster.shape.sources as usize,
         slots: cluster.shape.slots as usize,
@@ -89,7 +85,7 @@ pub(super) fn run(
         max_wait: config.max_wait,
         on_fault: config.on_fault,
         recovery: RecoveryPolicy::default(),
-        seed,
+        seed: shared.seed,
     };
     let source = cluster.checkpoint.clone();
     let processes = Processes {
@@ -107,7 +103,7 @@ pub(super) fn run(
         clients: HashMap::new(),
         order_time: ObservedTime::start(Instant::now()),
         last_event: Instant::now(),
-        shown: Shown::default(),
+        shown: QueueCounts::default(),
     };
     let mut driver = Driver::new(rules, FIRST_VERSION, source, processes);
     let end = loop {

@@ -1,13 +1,12 @@
 //! The service in front of the step loop. Admission runs on the caller's thread, everything else on the step loop's.
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use expertd_ipc::control::DeviceKind;
-use expertd_scheduler::{Refusal, StepKind, Submission};
+use expertd_scheduler::{StepKind, Submission};
 use expertd_shm::RegionError;
 use expertd_telemetry::names;
 use expertd_types::MemoryId;
@@ -16,12 +15,13 @@ use tokio::sync::{oneshot, watch};
 use super::caller::{Caller, ClientMemory, MessageCaller, Steps};
 use super::config::{ReloadContext, ReloadPlan, SchedulerConfig, ServiceEnd};
 use super::shared::{MemoryMail, Payload, ReloadMail, Shared};
-use super::thread::{self, UnstartedStepLoop};
+use super::thread;
 use crate::backend::{
-    Backend, CallError, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture,
-    ReloadRequest, Request, ServiceState, ServiceStatus, SessionStatus, SubmitError,
+    Backend, DrainFuture, DrainReport, ExpertRows, ModelInfo, Pending, ReloadFuture, ReloadRequest, Request,
+    ServiceState, ServiceStatus, SessionStatus,
 };
 use crate::cluster::{ClusterConfig, left_processes};
+use crate::failure::Failure;
 
 /// Handle of the step loop and its EP group.
 pub struct Service {
@@ -31,8 +31,8 @@ pub struct Service {
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Longest time of a step.
     step_timeout: Duration,
-    /// `None` once the step loop has begun.
-    step_loop: Mutex<Option<UnstartedStepLoop>>,
+    /// What the step loop begins with; `None` once it has begun.
+    unstarted: Mutex<Option<(ClusterConfig, watch::Sender<Option<ServiceEnd>>)>>,
 }
 
 impl Service {
@@ -45,7 +45,6 @@ impl Service {
         cluster: ClusterConfig,
         config: SchedulerConfig,
     ) -> Result<Arc<Self>, StartError> {
-        let seed = RandomState::new().hash_one(std::process::id());
         let reload = ReloadContext {
             checkpoint: cluster.checkpoint.clone(),
             serving_placement: cluster.checkpoint.placement.clone(),
@@ -54,25 +53,21 @@ impl Service {
             max_weight_bytes: cluster.max_weight_bytes,
         };
         metrics::gauge!(names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
-        let shared = Arc::new(Shared::new(model, config.clone(), reload, seed)?);
-        crate::expert_rows::export(Arc::downgrade(&shared), config.expert_metrics, Shared::expert_rows)?;
+        let per_expert = config.expert_metrics;
+        let shared = Arc::new(Shared::new(model, config, reload)?);
+        crate::expert_rows::export(Arc::downgrade(&shared), per_expert, Shared::expert_rows)?;
         let (result, end) = watch::channel(None);
-        let step_timeout = cluster.step_timeout;
-        let step_loop = UnstartedStepLoop { shared: Arc::clone(&shared), cluster, config, seed, result };
-        Ok(Arc::new(Service {
-            shared,
-            end,
-            thread: Mutex::new(None),
-            step_timeout,
-            step_loop: Mutex::new(Some(step_loop)),
-        }))
+        let (thread, step_timeout) = (Mutex::new(None), cluster.step_timeout);
+        let unstarted = Mutex::new(Some((cluster, result)));
+        Ok(Arc::new(Service { shared, end, thread, step_timeout, unstarted }))
     }
 
     /// Starts the step loop, which forms the first generation.
     pub fn begin(&self) -> Result<(), StartError> {
-        let step_loop = self.step_loop.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(step_loop) = step_loop {
-            *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(step_loop.begin()?);
+        let unstarted = self.unstarted.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((cluster, result)) = unstarted {
+            let thread = thread::begin(Arc::clone(&self.shared), cluster, result)?;
+            *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         }
         Ok(())
     }
@@ -104,7 +99,7 @@ impl Service {
     }
 
     /// Leaves a request for the step loop, or returns its caller with the reason why it is not admitted.
-    fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (SubmitError, Box<dyn Caller>)> {
+    fn enter(&self, request: Request, caller: Box<dyn Caller>) -> Result<(), (Failure, Box<dyn Caller>)> {
         let in_place = caller.memory().is_some();
         let (submission, now) = (self.submission(&request, in_place), self.shared.time(Instant::now()));
         let mut front = self.shared.front();
@@ -146,27 +141,6 @@ pub enum StartError {
     Thread(#[from] std::io::Error),
 }
 
-impl From<Refusal> for SubmitError {
-    fn from(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Overloaded { queued_tokens, max_queued_tokens, retry_after } => {
-                SubmitError::Overloaded {
-                    reason: format!(
-                        "{queued_tokens} tokens wait for a step already, and this request would exceed \
-                     max-queued-tokens = {max_queued_tokens}"
-                    ),
-                    retry_after,
-                }
-            }
-            Refusal::Draining => SubmitError::Draining,
-            Refusal::NotReady { reason, retry_after } => {
-                SubmitError::NotReady { reason: reason.as_ref().to_owned(), retry_after }
-            }
-            Refusal::DeadlineExceeded => SubmitError::DeadlineExceeded,
-        }
-    }
-}
-
 impl Steps for Service {
     fn model(&self) -> Arc<ModelInfo> {
         Backend::model(self)
@@ -182,7 +156,7 @@ impl Steps for Service {
 
     fn take_in(&self, request: Request, caller: Box<dyn Caller>) {
         if let Err((refusal, caller)) = self.enter(request, caller) {
-            caller.fail(CallError::Refused(refusal));
+            caller.fail(refusal);
         }
     }
 
@@ -200,9 +174,8 @@ impl Backend for Service {
         Arc::clone(&self.shared.model.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn submit(&self, request: Request) -> Result<Pending, SubmitError> {
+    fn submit(&self, mut request: Request) -> Result<Pending, Failure> {
         let (reply, pending) = oneshot::channel();
-        let mut request = request;
         let caller = MessageCaller { rows: std::mem::take(&mut request.rows), reply };
         self.enter(request, Box::new(caller)).map_err(|(refusal, _)| refusal)?;
         Ok(pending)
@@ -265,8 +238,7 @@ impl Backend for Service {
             let ReloadRequest { folder, placement } = request;
             let planned = async {
                 let (version, context) = shared.reload_context(placement)?;
-                let plan =
-                    tokio::task::spawn_blocking(move || planner.plan(&context, folder.as_deref())).await;
+                let plan = tokio::task::spawn_blocking(move || planner(&context, folder.as_deref())).await;
                 let plan = plan.map_err(|error| format!("the check of the checkpoint failed: {error}"))?;
                 plan.map(|plan| (version, plan))
             };
@@ -277,73 +249,5 @@ impl Backend for Service {
             shared.ask_to_reload(ReloadMail { source, checked_against, has_room, reply });
             replied.await.unwrap_or_else(|_| Err("the service ended before the new weights served".into()))
         })
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-pub(super) mod tests {
-    use expertd_ipc::control::CheckpointSource;
-    use expertd_scheduler::OnFault;
-    use expertd_types::{Coverage, Generation, LayerRange, WeightFingerprint, WeightVersion};
-
-    use super::*;
-    use crate::backend::Limits;
-    use crate::steps::config::ReloadPlanner;
-
-    /// Shared state without a step loop.
-    pub(in crate::steps) fn shared() -> Arc<Shared> {
-        let limits = Limits {
-            max_tokens_per_request: 64,
-            max_tokens_per_step: 32,
-            max_tokens_per_rank: 32,
-            max_message_bytes: 1 << 20,
-            max_streams_per_connection: 1,
-            max_requests_per_stream: 1,
-            max_connections: 1,
-            max_bytes_in_flight: 1 << 20,
-        };
-        let model = ModelInfo {
-            name: "m".into(),
-            family: "f".into(),
-            weight_version: WeightVersion(1),
-            weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [1; 16] },
-            generation: Generation(0),
-            hidden: 8,
-            num_layers: 1,
-            held: LayerRange::whole(1),
-            layers: std::collections::BTreeMap::new(),
-            weight_formats: Vec::new(),
-            limits,
-            sources: 1,
-            placement: Vec::new(),
-        };
-        let config = SchedulerConfig {
-            max_tokens_per_step: 32,
-            max_queued_tokens: 64,
-            max_wait: Duration::ZERO,
-            drain_timeout: Duration::from_secs(1),
-            on_fault: OnFault::Retry,
-            copy_threads: 1,
-            expert_metrics: false,
-            reload: ReloadPlanner::new(|_, _| Err("not here".into())),
-        };
-        let checkpoint = CheckpointSource {
-            folder: std::path::PathBuf::new(),
-            layers: LayerRange::whole(1),
-            fingerprint: model.weight_fingerprint,
-            placement: None,
-        };
-        let spec = serde_json::Value::Null;
-        let devices = vec![DeviceKind::Cpu];
-        let reload =
-            ReloadContext { checkpoint, serving_placement: None, spec, devices, max_weight_bytes: None };
-        Arc::new(Shared::new(model, config, reload, 1).unwrap())
-    }
-
-    /// A service whose thread has ended.
-    pub(in crate::steps) fn service(end: watch::Receiver<Option<ServiceEnd>>) -> Service {
-        let (thread, step_loop) = (Mutex::new(None), Mutex::new(None));
-        Service { shared: shared(), end, thread, step_timeout: Duration::from_secs(60), step_loop }
     }
 }

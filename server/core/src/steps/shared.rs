@@ -1,5 +1,6 @@
 //! What callers and the step loop share.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
@@ -72,6 +73,8 @@ pub(super) struct Shared {
     pub(super) activity: Mutex<StepActivity>,
     pub(super) row_counts: RowCounts,
     pub(super) config: SchedulerConfig,
+    /// Seed of the random choices of the inbox and the step loop.
+    pub(super) seed: u64,
     pub(super) reload: ReloadContext,
     /// Version and source of the weights that serve, or served last.
     serving: Mutex<(WeightVersion, CheckpointSource)>,
@@ -85,8 +88,8 @@ impl Shared {
         model: ModelInfo,
         config: SchedulerConfig,
         reload: ReloadContext,
-        seed: u64,
     ) -> Result<Self, RegionError> {
+        let seed = RandomState::new().hash_one(std::process::id());
         let inbox = Inbox::new(config.max_queued_tokens, seed);
         let row_counts = RowCounts::create(RowCountsShape {
             ranks: reload.devices.len() as u32,
@@ -112,6 +115,7 @@ impl Shared {
             activity: Mutex::new(StepActivity { at: Instant::now(), in_flight: false }),
             row_counts,
             config,
+            seed,
             serving: Mutex::new(serving),
             reload,
             started: Instant::now(),

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use tokio::sync::watch;
 
-use super::config::{SchedulerConfig, ServiceEnd};
+use super::config::ServiceEnd;
 use super::driver;
 use super::shared::Shared;
 use crate::backend::ServiceState;
@@ -17,27 +17,20 @@ use expertd_telemetry::progress;
 pub(super) const GONE: &str =
     "the step loop ended unexpectedly; this is a bug in expertd; restart the service";
 
-/// A step loop that has not begun. If it is dropped, the receiver of its result resolves.
-pub(super) struct UnstartedStepLoop {
-    pub(super) shared: Arc<Shared>,
-    pub(super) cluster: ClusterConfig,
-    pub(super) config: SchedulerConfig,
-    pub(super) seed: u64,
-    pub(super) result: watch::Sender<Option<ServiceEnd>>,
-}
-
-impl UnstartedStepLoop {
-    /// Begins on a thread that lives as long as the service, because ranks die with the thread that started them.
-    pub(super) fn begin(self) -> io::Result<JoinHandle<()>> {
-        let UnstartedStepLoop { shared, cluster, config, seed, result } = self;
-        std::thread::Builder::new().name("steps".into()).spawn(move || {
-            let needed = progress::need_thread("the step loop");
-            let end = driver::run(Arc::clone(&shared), cluster, &config, seed);
-            close(&shared, &end);
-            result.send_replace(Some(end));
-            needed.finish();
-        })
-    }
+/// Begins the step loop on a thread that lives as long as the service, because ranks die with the thread that started them. The receiver
+/// of its end resolves also if it does not begin.
+pub(super) fn begin(
+    shared: Arc<Shared>,
+    cluster: ClusterConfig,
+    result: watch::Sender<Option<ServiceEnd>>,
+) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("steps".into()).spawn(move || {
+        let needed = progress::need_thread("the step loop");
+        let end = driver::run(Arc::clone(&shared), cluster);
+        close(&shared, &end);
+        result.send_replace(Some(end));
+        needed.finish();
+    })
 }
 
 /// Releases everything that waits for the step loop.
@@ -59,19 +52,5 @@ fn close(shared: &Shared, end: &ServiceEnd) {
     drop((dropped, memories));
     if let Some(reason) = failed {
         shared.set_state(ServiceState::Failed, reason);
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn the_end_is_known_even_if_the_thread_says_nothing() {
-        let (sender, receiver) = watch::channel(None);
-        let service = crate::steps::service::tests::service(receiver);
-        drop(sender);
-        assert_eq!(service.ended().await, ServiceEnd::SetupFailed(GONE.into()));
     }
 }

@@ -108,12 +108,12 @@ impl Activity {
     }
 
     /// Counts `bytes` of an answer until the guard is dropped.
-    pub(crate) fn leaving(self: &Arc<Self>, bytes: usize) -> Leaving {
+    pub(crate) fn leaving(self: &Arc<Self>, bytes: usize) -> LeavingBytes {
         if self.leaving.fetch_add(1, Relaxed) == 0 {
             self.progress_at.store(self.now(), Relaxed);
         }
         self.leaving_bytes.fetch_add(bytes, Relaxed);
-        Leaving { activity: Arc::clone(self), bytes }
+        LeavingBytes { activity: Arc::clone(self), bytes }
     }
 
     /// Decides about the connection. If `must_authenticate` is set, it ends unless a call had valid credentials in time.
@@ -158,12 +158,12 @@ impl Drop for Busy {
 }
 
 /// Counts bytes of an answer.
-pub(crate) struct Leaving {
+pub(crate) struct LeavingBytes {
     activity: Arc<Activity>,
     bytes: usize,
 }
 
-impl Drop for Leaving {
+impl Drop for LeavingBytes {
     fn drop(&mut self) {
         self.activity.progress_at.store(self.activity.now(), Relaxed);
         self.activity.leaving_bytes.fetch_sub(self.bytes, Relaxed);

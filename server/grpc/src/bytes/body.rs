@@ -13,7 +13,7 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
-use super::activity::{Activity, Busy, ConnectionTimeouts, Leaving};
+use super::activity::{Activity, Busy, ConnectionTimeouts, LeavingBytes};
 use super::budget::{Budget, Charge, Charges, MESSAGE_BYTES, Owner, guarded};
 use crate::status::status_of;
 use expertd_core::failure::Failure;
@@ -253,7 +253,7 @@ pub(crate) struct AnswerBody {
     /// The charge of the call.
     call: Arc<Charge>,
     /// Present while the transport has not taken an answer that is ready, for example because the peer does not read.
-    owed: Option<Leaving>,
+    owed: Option<LeavingBytes>,
 }
 
 impl AnswerBody {

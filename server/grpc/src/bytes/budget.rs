@@ -138,7 +138,7 @@ impl Drop for Charge {
 }
 
 /// The charge of a complete message. The connection is not idle while it is held.
-pub(crate) type Ticket = Arc<(Charge, Busy)>;
+pub(crate) type MessageCharge = Arc<(Charge, Busy)>;
 
 /// The charges of one call, in the order of its messages: the body of the request adds them, the service takes them, and the body of the
 /// answer releases them.
@@ -147,14 +147,14 @@ pub(crate) struct Charges(Mutex<Lists>);
 
 #[derive(Default)]
 struct Lists {
-    arrived: VecDeque<Ticket>,
-    leaving: Vec<Ticket>,
+    arrived: VecDeque<MessageCharge>,
+    leaving: Vec<MessageCharge>,
     complete_at: Option<Instant>,
 }
 
 impl Charges {
     /// Adds the charge of a message whose last byte has arrived.
-    pub(super) fn arrive(&self, ticket: Ticket) {
+    pub(super) fn arrive(&self, ticket: MessageCharge) {
         let mut lists = self.lists();
         lists.arrived.push_back(ticket);
         lists.complete_at = Some(Instant::now());
@@ -166,17 +166,17 @@ impl Charges {
     }
 
     /// The charge of the message that was decoded next.
-    pub(crate) fn next_arrival(&self) -> Option<Ticket> {
+    pub(crate) fn next_arrival(&self) -> Option<MessageCharge> {
         self.lists().arrived.pop_front()
     }
 
     /// Hands over the charge of an answer that is encoded next.
-    pub(crate) fn leave(&self, ticket: Ticket) {
+    pub(crate) fn leave(&self, ticket: MessageCharge) {
         self.lists().leaving.push(ticket);
     }
 
     /// The charges of the answers that were encoded since the last call.
-    pub(super) fn take_leaving(&self) -> Vec<Ticket> {
+    pub(super) fn take_leaving(&self) -> Vec<MessageCharge> {
         std::mem::take(&mut self.lists().leaving)
     }
 

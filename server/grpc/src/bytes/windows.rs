@@ -12,36 +12,36 @@ const SMALLEST: usize = 256 << 10;
 
 /// The windows of all connections of one kind of listener.
 #[derive(Debug)]
-pub(crate) struct Windows {
+pub(crate) struct ReceiveWindows {
     total: usize,
     taken: Mutex<usize>,
 }
 
-impl Windows {
+impl ReceiveWindows {
     /// Windows of `total` bytes together, besides the smallest ones.
-    pub(crate) fn new(total: usize) -> Arc<Windows> {
-        Arc::new(Windows { total, taken: Mutex::new(0) })
+    pub(crate) fn new(total: usize) -> Arc<ReceiveWindows> {
+        Arc::new(ReceiveWindows { total, taken: Mutex::new(0) })
     }
 
     /// The window of a new connection: a quarter of what is left, so that few connections get the largest one and many a small one.
-    pub(crate) fn take(self: &Arc<Self>) -> Window {
+    pub(crate) fn take(self: &Arc<Self>) -> ReceiveWindow {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let left = self.total.saturating_sub(*taken);
         let bytes = (left / 4).clamp(SMALLEST, CONNECTION_WINDOW_BYTES as usize);
         *taken += bytes;
         drop(taken);
-        Window { windows: Arc::clone(self), bytes }
+        ReceiveWindow { windows: Arc::clone(self), bytes }
     }
 }
 
 /// The window of one connection, which is given back on drop.
 #[derive(Debug)]
-pub(crate) struct Window {
-    windows: Arc<Windows>,
+pub(crate) struct ReceiveWindow {
+    windows: Arc<ReceiveWindows>,
     bytes: usize,
 }
 
-impl Window {
+impl ReceiveWindow {
     /// Bytes for all streams of the connection.
     pub(crate) const fn of_connection(&self) -> u32 {
         self.bytes as u32
@@ -53,7 +53,7 @@ impl Window {
     }
 }
 
-impl Drop for Window {
+impl Drop for ReceiveWindow {
     fn drop(&mut self) {
         *self.windows.taken.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
     }
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn few_connections_get_the_largest_window_and_many_stay_within_the_total() {
         const TOTAL: usize = 512 << 20;
-        let windows = Windows::new(TOTAL);
+        let windows = ReceiveWindows::new(TOTAL);
         let mut open: Vec<_> = (0..4).map(|_| windows.take()).collect();
         for window in &open {
             assert_eq!(window.of_connection(), CONNECTION_WINDOW_BYTES);

@@ -7,8 +7,8 @@ use expertd_proto::v1;
 use prost::Message as _;
 
 use expertd_core::backend::{
-    Answer, Attachment, ExpertRows, LayerRows, ModelInfo, PhaseTimes, RankState, Receipt, ServiceState,
-    ServiceStatus,
+    Answer, Attachment, ExpertRows, LayerRows, ModelInfo, RankState, Receipt, ServiceState, ServiceStatus,
+    StepTiming,
 };
 use expertd_types::{DType, uuid_text};
 
@@ -33,7 +33,7 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
         weight_version: receipt.weight_version.0,
         weight_fingerprint: receipt.weight_fingerprint.to_string(),
         tokens_per_rank: receipt.tokens_per_rank,
-        timings: receipt.timings.iter().map(|t| step_timing(t.step.0, t.tokens, &t.phases)).collect(),
+        timings: receipt.timings.iter().map(step_timing).collect(),
         topk_ids: receipt.topk_ids,
         topk_weights: receipt.topk_weights,
         queue_time: of_steps(receipt.queue_time),
@@ -41,17 +41,19 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
     }
 }
 
-fn step_timing(step: u64, tokens: u32, phases: &PhaseTimes) -> v1::StepTiming {
+fn step_timing(timing: &StepTiming) -> v1::StepTiming {
+    let [copy_in_ns, gate_ns, prepare_ns, dispatch_ns, experts_ns, combine_ns, copy_out_ns] =
+        timing.phases.map(nanos);
     v1::StepTiming {
-        step,
-        tokens,
-        copy_in_ns: nanos(phases.copy_in),
-        gate_ns: nanos(phases.gate),
-        prepare_ns: nanos(phases.prepare),
-        dispatch_ns: nanos(phases.dispatch),
-        experts_ns: nanos(phases.experts),
-        combine_ns: nanos(phases.combine),
-        copy_out_ns: nanos(phases.copy_out),
+        step: timing.step.0,
+        tokens: timing.tokens,
+        copy_in_ns,
+        gate_ns,
+        prepare_ns,
+        dispatch_ns,
+        experts_ns,
+        combine_ns,
+        copy_out_ns,
     }
 }
 
@@ -122,15 +124,6 @@ pub(crate) fn model(model: &ModelInfo) -> v1::GetModelResponse {
 #[must_use]
 pub fn encoded_model(info: &ModelInfo) -> Bytes {
     model(info).encode_to_vec().into()
-}
-
-/// What [`encoded_model`] has at most, in bytes. With a placement of single experts it is hundreds of kilobytes.
-pub(crate) fn model_bytes(model: &ModelInfo) -> usize {
-    let of_layers = model.layers.values().map(|layer| 64 + layer.gate.len() + layer.gate_json.len());
-    let of_ranks = model.placement.iter().map(|rank| 32 + rank.device.len() + 24 * rank.experts.len());
-    let of_formats = model.weight_formats.iter().map(|format| 8 + format.len());
-    let others = 512 + model.name.len() + model.family.len();
-    others + of_layers.chain(of_ranks).chain(of_formats).sum::<usize>()
 }
 
 pub(crate) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusResponse {
@@ -219,62 +212,4 @@ pub(crate) fn expert_rows(rows: ExpertRows) -> v1::GetExpertRowsResponse {
         source_experts: layer.source_experts.map(|experts| experts as u32),
     };
     v1::GetExpertRowsResponse { layers: rows.layers.into_iter().map(layer).collect() }
-}
-
-#[cfg(test)]
-mod tests {
-    use expertd_core::backend::{Limits, MoeLayerInfo, RankPlacement};
-    use expertd_types::{Coverage, Generation, LayerId, LayerRange, Rank, WeightFingerprint, WeightVersion};
-
-    use super::*;
-
-    #[test]
-    fn no_description_is_larger_than_its_bound() {
-        const MOST: usize = u32::MAX as usize;
-        let (id, text) = (LayerId(u32::MAX), || "x".repeat(300));
-        let layer = MoeLayerInfo {
-            num_experts: MOST,
-            top_k: MOST,
-            max_k: MOST,
-            expert_width: MOST,
-            shared_width: MOST,
-            gate: text(),
-            gate_json: text(),
-            routes_by_token_id: true,
-            vocabulary: 1,
-        };
-        let rank = RankPlacement {
-            rank: Rank(u32::MAX),
-            device: text(),
-            experts: vec![(id, u32::MAX, u32::MAX); 300],
-        };
-        for (layers, ranks) in [(0, 0), (1, 1), (90, 40)] {
-            let info = ModelInfo {
-                name: text(),
-                family: text(),
-                weight_version: WeightVersion(u64::MAX),
-                weight_fingerprint: WeightFingerprint { coverage: Coverage::Sampled, digest: [255; 16] },
-                generation: Generation(u64::MAX),
-                hidden: MOST,
-                num_layers: MOST,
-                held: LayerRange { first: id, last: id },
-                layers: (0..layers).map(|at| (LayerId(u32::MAX - at), layer.clone())).collect(),
-                weight_formats: vec![text(); ranks],
-                limits: Limits {
-                    max_tokens_per_request: MOST,
-                    max_tokens_per_step: MOST,
-                    max_tokens_per_rank: MOST,
-                    max_message_bytes: usize::MAX,
-                    max_streams_per_connection: u32::MAX,
-                    max_requests_per_stream: u32::MAX,
-                    max_connections: u32::MAX,
-                    max_bytes_in_flight: usize::MAX,
-                },
-                sources: MOST,
-                placement: vec![rank.clone(); ranks],
-            };
-            let (bound, found) = (model_bytes(&info), encoded_model(&info).len());
-            assert!(found <= bound && bound < 2 * found + 512, "{found} bytes, bound {bound}");
-        }
-    }
 }

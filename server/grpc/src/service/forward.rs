@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_core::backend::{Answer, Backend, ModelInfo, Pending, Receipt, Request, StepError};
+use expertd_core::backend::{Answer, Backend, ModelInfo, Pending, Receipt, Request};
 use expertd_core::failure::Failure;
 use expertd_core::validate::{Asked, AskedRouting, AskedRows, Envelope, check_any, check_model};
 use expertd_proto::v1::forward_request::Payload;
@@ -13,7 +13,7 @@ use expertd_types::LayerId;
 use tokio::sync::oneshot;
 
 use super::convert;
-use crate::bytes::budget::{Ticket, guarded};
+use crate::bytes::budget::{MessageCharge, guarded};
 
 /// Validates a request and submits it; one without tokens is answered at once. The rows keep the ticket until the scheduler drops them.
 pub(crate) fn take_in(
@@ -21,7 +21,7 @@ pub(crate) fn take_in(
     metrics: &RequestMetrics,
     message: ForwardRequest,
     envelope: Envelope,
-    ticket: Ticket,
+    ticket: MessageCharge,
     trace: Option<&RequestTrace>,
 ) -> Result<Pending, Failure> {
     let model = backend.model();
@@ -36,7 +36,7 @@ pub(crate) fn take_in(
     }
     request.rows = guarded(request.rows, ticket);
     tracing::trace!(request = %request.id, layer = %request.layer, tokens = request.tokens, "submitted to the step loop");
-    Ok(backend.submit(request)?)
+    backend.submit(request)
 }
 
 /// The answer to a request without tokens.
@@ -64,7 +64,7 @@ pub(crate) async fn answer(
 ) -> Result<ForwardResponse, Failure> {
     let mut answer = pending.await.map_err(|_| {
         let reason = "the scheduler dropped the request".to_owned();
-        StepError::Unavailable { reason, retry_after: Duration::from_millis(500) }
+        Failure::Unavailable { reason, retry_after: Duration::from_millis(500) }
     })??;
     if let Some(trace) = trace {
         answer.receipt.describe_in(trace);

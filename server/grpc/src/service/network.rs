@@ -22,7 +22,7 @@ use super::moe::call_of;
 use crate::status::status_of;
 
 /// Opens sessions of clients on other hosts.
-pub trait NetworkSessions: Send + Sync {
+pub trait NetworkOpener: Send + Sync {
     /// Begins to open a session for a client.
     fn open(&self, client: ClientKey, open: OpenNetworkSession) -> NetworkSession;
 }
@@ -41,7 +41,7 @@ pub struct NetworkSession {
 pub(crate) struct NetworkService {
     pub(crate) backend: Arc<dyn Backend>,
     /// `None` without `--network-listen`.
-    pub(crate) sessions: Option<Arc<dyn NetworkSessions>>,
+    pub(crate) sessions: Option<Arc<dyn NetworkOpener>>,
 }
 
 /// How often the token of an open session is checked.

@@ -22,7 +22,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::call::Call;
 use super::forward::{answer, take_in};
-use crate::bytes::budget::Ticket;
+use crate::bytes::budget::MessageCharge;
 use crate::status::{request_status, status_of};
 
 /// The answers of a stream.
@@ -69,7 +69,7 @@ struct Open {
 struct Answered {
     id: u64,
     result: Result<ForwardResponse, Status>,
-    ticket: Option<Ticket>,
+    ticket: Option<MessageCharge>,
     started: Instant,
     trace: Option<Arc<RequestTrace>>,
 }
@@ -86,7 +86,7 @@ impl Open {
                 biased;
                 () = reached(self.deadline.as_mut()) => return Some(Err(self.give_up())),
                 () = self.call.closing.cancelled(), if self.inbound.is_some() => {
-                    self.end_with(status_of(Failure::ShuttingDown));
+                    self.end_with(status_of(Failure::Draining));
                 }
                 Some(answered) = self.in_flight.next() => {
                     self.ids.remove(&answered.id);
@@ -144,7 +144,7 @@ impl Open {
     fn submit(
         &mut self,
         message: ForwardStreamRequest,
-        ticket: &Ticket,
+        ticket: &MessageCharge,
         started: Instant,
         trace: Option<Arc<RequestTrace>>,
     ) -> Result<(), Failure> {

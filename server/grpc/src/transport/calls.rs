@@ -12,18 +12,19 @@ use hyper::body::Incoming;
 use hyper::service::Service as _;
 use hyper_util::service::TowerToHyperService;
 use metrics::{Counter, counter};
+use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tonic::body::Body;
 use tonic::service::Routes;
 
-use super::places::{Origin, Place, Places, Seat, count_end};
+use super::places::{ConnectionPlace, ConnectionPlaces, Origin, Seat, count_end};
 use crate::access::{Access, Peer};
 use crate::bytes::activity::{Activity, ConnectionTimeouts};
 use crate::bytes::body::{AnswerBody, RequestBody, Terms};
 use crate::bytes::budget::{Budget, CALL_BYTES, Charges, Owner};
 use crate::service::call::{Call, deadline};
-use crate::service::convert::model_bytes;
+use crate::service::convert;
 use crate::status::status_of;
 use expertd_core::backend::{Backend, ClientKey, client_key};
 use expertd_core::failure::Failure;
@@ -66,7 +67,7 @@ impl Services {
 }
 
 /// The peer of a connection and, once it has called, its client.
-pub(crate) struct Client {
+pub(crate) struct ServedConnection {
     pub(super) key: ClientKey,
     /// Ends the connection once its calls have finished.
     pub(super) close: CancellationToken,
@@ -74,7 +75,7 @@ pub(crate) struct Client {
     peer: Peer,
     activity: Arc<Activity>,
     timeouts: ConnectionTimeouts,
-    places: Arc<Places>,
+    places: Arc<ConnectionPlaces>,
     /// Owner of calls without an authenticated client.
     owner: Arc<Owner>,
     known: Mutex<Known>,
@@ -105,17 +106,17 @@ struct CallIdentity {
     name: Option<Arc<str>>,
 }
 
-impl Client {
+impl ServedConnection {
     pub(super) fn new(
         services: &Arc<Services>,
         peer: Peer,
         activity: &Arc<Activity>,
         timeouts: ConnectionTimeouts,
-        places: &Arc<Places>,
-        place: &Place,
-    ) -> Client {
+        places: &Arc<ConnectionPlaces>,
+        place: &ConnectionPlace,
+    ) -> ServedConnection {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Client {
+        ServedConnection {
             key: ClientKey(NEXT.fetch_add(1, Ordering::Relaxed)),
             close: CancellationToken::new(),
             services: Arc::clone(services),
@@ -152,7 +153,7 @@ impl Client {
             _ => match self.places.join(&name) {
                 Ok(seat) => {
                     *known = Known::Named(Named::new(name, seat));
-                    let Known::Named(named) = &*known else { return Err(Failure::ShuttingDown) };
+                    let Known::Named(named) = &*known else { return Err(Failure::Draining) };
                     named
                 }
                 Err(limit) => {
@@ -169,7 +170,10 @@ impl Client {
     }
 
     /// Answers a call. It is charged before this returns, and its charge is held until the body of the answer has ended.
-    pub(super) fn answer(&self, request: Request<Incoming>) -> impl Future<Output = Answer> + Send + use<> {
+    pub(super) fn answer(
+        &self,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = HttpAnswer> + Send + use<> {
         let caller = self.caller(request.headers());
         let admitted = caller.and_then(|caller| self.admit(caller, request));
         async move {
@@ -185,7 +189,7 @@ impl Client {
         &self,
         caller: CallIdentity,
         mut request: Request<Incoming>,
-    ) -> Result<impl Future<Output = Answer> + Send + use<>, Failure> {
+    ) -> Result<impl Future<Output = HttpAnswer> + Send + use<>, Failure> {
         let arrived = Instant::now();
         let Services { budget, public, access, .. } = &*self.services;
         let path = request.uri().path();
@@ -196,7 +200,7 @@ impl Client {
         let (answer_bytes, limit) = match public {
             Some(public) if forward => (0, public.backend.model().limits.max_message_bytes),
             Some(public) if path == GET_MODEL => {
-                (model_bytes(&public.backend.model()), CONTROL_REQUEST_BYTES)
+                (convert::model(&public.backend.model()).encoded_len(), CONTROL_REQUEST_BYTES)
             }
             _ if network => (DESCRIPTOR_BYTES, NETWORK_REQUEST_BYTES),
             _ if path.starts_with(HEALTH) => (0, CONTROL_REQUEST_BYTES),
@@ -268,7 +272,7 @@ impl Named {
     }
 }
 
-type Answer = Result<Response<Body>, Infallible>;
+type HttpAnswer = Result<Response<Body>, Infallible>;
 
 /// Bytes of a call's headers, as HTTP/2 counts them for its limit.
 fn header_bytes(headers: &HeaderMap) -> usize {
@@ -276,7 +280,7 @@ fn header_bytes(headers: &HeaderMap) -> usize {
 }
 
 /// The answer, or DEADLINE_EXCEEDED if it is not ready at `deadline`.
-async fn until(deadline: Option<Instant>, answer: impl Future<Output = Answer>) -> Answer {
+async fn until(deadline: Option<Instant>, answer: impl Future<Output = HttpAnswer>) -> HttpAnswer {
     let Some(deadline) = deadline else { return answer.await };
     match tokio::time::timeout_at(deadline.into(), answer).await {
         Ok(answer) => answer,

@@ -9,18 +9,20 @@ use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use metrics::{counter, gauge};
+use tokio::sync::Semaphore;
 use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::calls::{Client, Services};
+use super::calls::{ServedConnection, Services};
 use super::listener::{Listener, PlainSocket, Socket};
 use super::passed::{PassedDescriptors, Receiving};
-use super::places::{Origin, Place, Places, count_end};
+use super::places::{ConnectionPlace, ConnectionPlaces, Origin, count_end};
 use crate::access::{Peer, Protocol, peer_name};
 use crate::bytes::activity::{Activity, ConnectionTimeouts, Verdict};
-use crate::bytes::windows::{Window, Windows};
-use expertd_core::apart::{Closing, drop_apart};
+use crate::bytes::windows::{ReceiveWindow, ReceiveWindows};
+use expertd_core::listen::MAX_TURNED_AWAY;
+use expertd_ipc::apart::drop_apart;
 use expertd_telemetry::{Rarely, names, progress};
 
 /// Pause after a failed `accept`, for example if no file descriptors are left.
@@ -35,8 +37,8 @@ const MAX_RESETS_BY_ERROR: usize = 256;
 /// The connections of one kind of listener.
 pub(crate) struct Connections {
     services: Arc<Services>,
-    places: Arc<Places>,
-    windows: Arc<Windows>,
+    places: Arc<ConnectionPlaces>,
+    windows: Arc<ReceiveWindows>,
     timeouts: ConnectionTimeouts,
     max_streams: u32,
     tasks: TaskTracker,
@@ -49,13 +51,13 @@ pub(crate) struct Connections {
 impl Connections {
     pub(crate) fn new(
         services: Services,
-        places: Arc<Places>,
+        places: Arc<ConnectionPlaces>,
         timeouts: ConnectionTimeouts,
         max_streams: u32,
         closing: CancellationToken,
         end: CancellationToken,
     ) -> Arc<Connections> {
-        let windows = Windows::new(services.budget.total() / 2);
+        let windows = ReceiveWindows::new(services.budget.total() / 2);
         let (services, max_streams) = (Arc::new(services), max_streams.max(1));
         let tasks = TaskTracker::new();
         Arc::new(Connections { services, places, windows, timeouts, max_streams, tasks, closing, end })
@@ -64,12 +66,12 @@ impl Connections {
     /// Accepts connections until the service closes. A connection above a limit is closed.
     pub(crate) async fn accept(self: Arc<Self>, mut listener: Listener) {
         let (mut refused, mut failed) = (Rarely::default(), Rarely::default());
-        let refusing = Closing::default();
+        let refusing = Arc::new(Semaphore::new(MAX_TURNED_AWAY));
         let heartbeat = progress::need("the task that accepts connections");
         let mut ticks = tokio::time::interval(progress::TICK);
         loop {
             heartbeat.tick();
-            let may_accept = refusing.has_room();
+            let may_accept = refusing.available_permits() > 0;
             let (socket, origin) = tokio::select! {
                 () = self.closing.cancelled() => return heartbeat.finish(),
                 _ = ticks.tick() => continue,
@@ -92,7 +94,7 @@ impl Connections {
                 }
                 Err(reason) => {
                     if let Either::Right(unix) = socket {
-                        drop_apart((unix, refusing.begin()));
+                        drop_apart((unix, Arc::clone(&refusing).try_acquire_owned()));
                     }
                     count_end(reason);
                     if let Some(times) = refused.now() {
@@ -144,9 +146,10 @@ impl Connections {
         }
     }
 
-    async fn serve(&self, socket: Socket, peer: Peer, origin: Origin, place: &Place) {
+    async fn serve(&self, socket: Socket, peer: Peer, origin: Origin, place: &ConnectionPlace) {
         let activity = Activity::new();
-        let client = Client::new(&self.services, peer, &activity, self.timeouts, &self.places, place);
+        let client =
+            ServedConnection::new(&self.services, peer, &activity, self.timeouts, &self.places, place);
         let (key, close) = (client.key, client.close.clone());
         let service = service_fn(move |request| client.answer(request));
         let io = TokioIo::new(socket);
@@ -197,7 +200,7 @@ impl Connections {
     }
 }
 
-fn builder(max_streams: u32, window: &Window) -> http2::Builder<TokioExecutor> {
+fn builder(max_streams: u32, window: &ReceiveWindow) -> http2::Builder<TokioExecutor> {
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder
         .timer(TokioTimer::new())
@@ -232,10 +235,10 @@ impl Drop for Open {
 
 /// The place of a connection. For a Unix-domain socket a thread closes the socket, with the descriptors that were passed over it,
 /// and then releases the place.
-struct Seated(Option<(Option<OwnedFd>, PassedDescriptors, Place)>);
+struct Seated(Option<(Option<OwnedFd>, PassedDescriptors, ConnectionPlace)>);
 
 impl Seated {
-    fn new(socket: &PlainSocket, place: Place) -> Seated {
+    fn new(socket: &PlainSocket, place: ConnectionPlace) -> Seated {
         let socket = match socket {
             Either::Left(_) => None,
             // Without a further handle the socket is closed by the runtime.

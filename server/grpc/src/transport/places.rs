@@ -52,7 +52,7 @@ pub struct ConnectionLimits {
 }
 
 impl ConnectionLimits {
-    /// Default limits for `tcp` connections: half of them for one address or client, and 256 over Unix-domain sockets.
+    /// The limits for `tcp` connections, half of them for one address or client, and for 256 over Unix-domain sockets.
     #[must_use]
     pub fn for_tcp(tcp: usize) -> ConnectionLimits {
         let tcp = tcp.max(1);
@@ -104,7 +104,7 @@ enum OwnerKey {
 }
 
 /// The places for connections of one kind of listener.
-pub(crate) struct Places {
+pub(crate) struct ConnectionPlaces {
     limits: ConnectionLimits,
     taken: Mutex<Taken>,
 }
@@ -137,17 +137,17 @@ impl Taken {
     }
 }
 
-impl Places {
-    pub(crate) fn new(limits: ConnectionLimits) -> Arc<Places> {
+impl ConnectionPlaces {
+    pub(crate) fn new(limits: ConnectionLimits) -> Arc<ConnectionPlaces> {
         // Counters start at 0, so that a rate includes the first increment.
         for reason in ENDS {
             counter!(names::CONNECTIONS_ENDED_TOTAL, "reason" => reason).increment(0);
         }
-        Arc::new(Places { limits, taken: Mutex::default() })
+        Arc::new(ConnectionPlaces { limits, taken: Mutex::default() })
     }
 
     /// Takes a place for a connection. `Err` holds the limit that was reached.
-    pub(crate) fn take(self: &Arc<Self>, origin: Origin) -> Result<Place, &'static str> {
+    pub(crate) fn take(self: &Arc<Self>, origin: Origin) -> Result<ConnectionPlace, &'static str> {
         let (all, own, reason) = match origin {
             Origin::Address(_) => (self.limits.tcp, self.limits.per_address, "address_limit"),
             Origin::User(_) => (self.limits.unix, self.limits.unix.div_ceil(2), "address_limit"),
@@ -161,7 +161,7 @@ impl Places {
             return Err(reason);
         }
         *taken.of(origin) += 1;
-        Ok(Place { places: Arc::clone(self), origin, owner: Seat(owner) })
+        Ok(ConnectionPlace { places: Arc::clone(self), origin, owner: Seat(owner) })
     }
 
     /// Counts a connection for a client until the seat is dropped; `Err` holds the limit if it is reached.
@@ -202,20 +202,20 @@ impl Drop for Seat {
 }
 
 /// The place of a connection.
-pub(crate) struct Place {
-    places: Arc<Places>,
+pub(crate) struct ConnectionPlace {
+    places: Arc<ConnectionPlaces>,
     origin: Origin,
     owner: Seat,
 }
 
-impl Place {
+impl ConnectionPlace {
     /// The owner of connections from the same origin.
     pub(crate) const fn owner(&self) -> &Arc<Owner> {
         self.owner.owner()
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         *self.places.locked().of(self.origin) -= 1;
     }
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn one_address_user_or_client_leaves_places_for_others() {
         let limits = ConnectionLimits { tcp: 8, per_address: 6, per_client: 2, unix: 4 };
-        let places = Places::new(limits);
+        let places = ConnectionPlaces::new(limits);
         let mut open: Vec<_> = (0..6).map(|_| places.take(from(1)).unwrap()).collect();
         assert_eq!(places.take(from(1)).err(), Some("address_limit"));
         assert!(Arc::ptr_eq(open[0].owner(), open[5].owner()), "an address is one owner");

@@ -17,14 +17,14 @@ use expertd_core::listen::{Address, BindError};
 use super::calls::{Public, Services};
 use super::connections::Connections;
 use super::listener::Listener;
-use super::places::{ConnectionLimits, Places};
+use super::places::{ConnectionLimits, ConnectionPlaces};
 use crate::access::Access;
 use crate::bytes::activity::ConnectionTimeouts;
 use crate::bytes::budget::Budget;
 use crate::service::admin::AdminService;
 use crate::service::health;
 use crate::service::moe::MoeService;
-use crate::service::network::{NetworkService, NetworkSessions};
+use crate::service::network::{NetworkOpener, NetworkService};
 use expertd_core::backend::Backend;
 use expertd_telemetry::{RequestMetrics, names};
 
@@ -87,7 +87,7 @@ pub struct Server {
     public: Vec<(Address, Listener)>,
     admin: Option<(Address, Listener)>,
     backend: Arc<dyn Backend>,
-    network: Option<Arc<dyn NetworkSessions>>,
+    network: Option<Arc<dyn NetworkOpener>>,
     access: Arc<Access>,
     connections: ConnectionLimits,
     timeouts: ConnectionTimeouts,
@@ -143,7 +143,7 @@ impl Server {
     }
 
     /// Serves network sessions as well.
-    pub fn serve_network_sessions(&mut self, sessions: Arc<dyn NetworkSessions>) {
+    pub fn serve_network_sessions(&mut self, sessions: Arc<dyn NetworkOpener>) {
         self.network = Some(sessions);
     }
 
@@ -168,8 +168,15 @@ impl Server {
         let end = CancellationToken::new();
         tokio::spawn(health::follow(reporter, Arc::clone(&self.backend), end.clone()));
 
-        let shared =
-            Routes::new(health).add_service(reflection_v1()?).add_service(reflection_v1alpha()?).prepare();
+        let reflection = || {
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(expertd_proto::FILE_DESCRIPTOR_SET)
+                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        };
+        let shared = Routes::new(health)
+            .add_service(reflection().build_v1()?)
+            .add_service(reflection().build_v1alpha()?)
+            .prepare();
         let access = self.access;
         let metrics = Arc::new(RequestMetrics::new("Forward"));
         let moe = MoeServer::new(MoeService::new(Arc::clone(&self.backend), Arc::clone(&metrics)))
@@ -186,7 +193,7 @@ impl Server {
         };
         let public = Connections::new(
             services,
-            Places::new(self.connections),
+            ConnectionPlaces::new(self.connections),
             self.timeouts,
             limits.max_streams_per_connection,
             shutdown.clone(),
@@ -201,7 +208,7 @@ impl Server {
         };
         let admin = Connections::new(
             services,
-            Places::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS)),
+            ConnectionPlaces::new(ConnectionLimits::for_tcp(ADMIN_CONNECTIONS)),
             // The drain has a time limit of its own.
             ConnectionTimeouts { idle: MAX_DRAIN, ..self.timeouts },
             ADMIN_STREAMS,
@@ -254,26 +261,4 @@ async fn bind(
     listener.deny_passed_descriptors();
     let bound = listener.address().map_err(system).map_err(failed)?;
     Ok((bound, listener))
-}
-
-fn reflection() -> tonic_reflection::server::Builder<'static> {
-    tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(expertd_proto::FILE_DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-}
-
-fn reflection_v1() -> Result<
-    tonic_reflection::server::v1::ServerReflectionServer<impl tonic_reflection::server::v1::ServerReflection>,
-    ServerError,
-> {
-    Ok(reflection().build_v1()?)
-}
-
-fn reflection_v1alpha() -> Result<
-    tonic_reflection::server::v1alpha::ServerReflectionServer<
-        impl tonic_reflection::server::v1alpha::ServerReflection,
-    >,
-    ServerError,
-> {
-    Ok(reflection().build_v1alpha()?)
 }

@@ -9,7 +9,7 @@ use expertd_types::{DType, LayerId};
 
 /// What happens to a ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Admission {
+pub(super) enum RingVerdict {
     /// The call is in flight now.
     Admitted {
         /// Number of the call, from 1, among the doorbell's calls.
@@ -77,26 +77,26 @@ impl DoorbellTable {
 
     /// Admits the call of a ring, or says why not. The client may have stored any number. A doorbell has at most one other call
     /// in flight; a client that keeps the rules has seen that call's completion word.
-    pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> Admission {
-        let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return Admission::Closing };
+    pub(super) fn ring(&mut self, doorbell: u32, ring: Ring) -> RingVerdict {
+        let Some(bell) = self.doorbells.get_mut(doorbell as usize) else { return RingVerdict::Closing };
         // Also while the session ends: the ring is taken, so the call before it is no longer the last one.
         bell.calls += 1;
         let call = bell.calls;
         if self.is_closing {
-            return Admission::Closing;
+            return RingVerdict::Closing;
         }
         let count = self.prepared.len();
         let Some(prepared) = self.prepared.get(ring.prepared as usize) else {
             let reason = format!("call {} is not prepared; {count} calls are", ring.prepared);
-            return Admission::Invalid { call, reason };
+            return RingVerdict::Invalid { call, reason };
         };
         if ring.rows == 0 || ring.rows > prepared.max_rows {
             let reason =
                 format!("must have 1 to {} rows as prepared, found {}", prepared.max_rows, ring.rows);
-            return Admission::Invalid { call, reason };
+            return RingVerdict::Invalid { call, reason };
         }
         bell.in_flight += 1;
-        Admission::Admitted { call, prepared: *prepared }
+        RingVerdict::Admitted { call, prepared: *prepared }
     }
 
     /// A doorbell's call ends, with or without an answer.

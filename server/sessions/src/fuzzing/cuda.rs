@@ -18,7 +18,7 @@ use expertd_telemetry::RequestMetrics;
 
 use super::{Echo, LIMITS, connection, opener, wait_until_free};
 use crate::cuda::CudaSession;
-use crate::limits::Charges;
+use crate::limits::RegionCharges;
 use crate::open::OpenSession;
 use crate::release::HeldRegion;
 use crate::session::Session;
@@ -39,7 +39,7 @@ const ROUNDS: usize = 3;
 pub fn doorbells(data: &[u8]) -> usize {
     let Some((&[doorbells, routing, prepared], data)) = data.split_first_chunk::<3>() else { return 0 };
     let (doorbells, routing_bytes) = (1 + u32::from(doorbells) % DOORBELLS, u32::from(routing) * 4);
-    let charges = Charges::default();
+    let charges = RegionCharges::default();
     let layout = ControlLayout::new(doorbells, routing_bytes).expect("a small layout");
     let control = ControlMemory::create(doorbells, routing_bytes).expect("a small region");
     let charge = charges.charge(&LIMITS, 0, layout.bytes).expect("the first session fits");

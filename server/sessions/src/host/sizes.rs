@@ -7,7 +7,7 @@ use expertd_core::failure::Failure;
 use expertd_session::wire::RequestRecord;
 use expertd_types::{DType, LayerId};
 
-use super::table::Places;
+use super::table::RequestPlaces;
 
 /// Sizes of a request that were checked against the model's limits.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +49,7 @@ impl Sizes {
         Ok(Sizes { tokens, k, row_bytes: model.hidden * dtype.size() })
     }
 
-    pub(super) fn places(&self, record: &RequestRecord) -> Places {
+    pub(super) fn places(&self, record: &RequestRecord) -> RequestPlaces {
         let has = |flag| record.flags & flag != 0;
         let range = |offset: u64, bytes: usize| -> Range<usize> {
             let start = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -65,7 +65,7 @@ impl Sizes {
         // Given routing that is returned is copied before it is written.
         let reads = given && !returned;
         let token_ids = if has(RequestRecord::TOKEN_IDS) { self.tokens * 4 } else { 0 };
-        Places {
+        RequestPlaces {
             read: [
                 range(record.rows, rows),
                 when(reads, record.ids, routing),

@@ -8,7 +8,7 @@ use expertd_session::wire::ALIGN;
 
 /// Places of a request in the row area, in bytes. Empty ranges stand for parts that the request lacks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Places {
+pub(super) struct RequestPlaces {
     /// Rows, ids, weights and token ids that the service reads.
     pub(super) read: [Range<usize>; 4],
     /// Output rows, ids and weights that the service writes.
@@ -19,7 +19,7 @@ pub(super) struct Places {
 
 /// What happens to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Admission {
+pub(super) enum RequestVerdict {
     /// It is in flight now.
     Admitted,
     /// It fails with INVALID_ARGUMENT, for this reason.
@@ -36,7 +36,7 @@ pub(super) struct CallTable {
     capacity: usize,
     area: usize,
     copied: usize,
-    calls: HashMap<u64, Places>,
+    calls: HashMap<u64, RequestPlaces>,
     is_closing: bool,
 }
 
@@ -54,9 +54,9 @@ impl CallTable {
     }
 
     /// Admits a request, or says why not.
-    pub(super) fn admit(&mut self, call: u64, places: Places) -> Admission {
+    pub(super) fn admit(&mut self, call: u64, places: RequestPlaces) -> RequestVerdict {
         if self.is_closing {
-            return Admission::Closing;
+            return RequestVerdict::Closing;
         }
         let area = self.area;
         let outside = |range: &&Range<usize>| {
@@ -65,15 +65,15 @@ impl CallTable {
                 || (!range.is_empty() && !range.start.is_multiple_of(ALIGN))
         };
         if let Some(range) = places.read.iter().chain(&places.written).find(outside) {
-            return Admission::Invalid(format!(
+            return RequestVerdict::Invalid(format!(
                 "bytes {range:?} must lie within the row area of {area} bytes and begin at a multiple of {ALIGN}"
             ));
         }
         if self.calls.contains_key(&call) {
-            return Admission::Invalid(format!("a call with number {call} is in flight"));
+            return RequestVerdict::Invalid(format!("a call with number {call} is in flight"));
         }
         if let Some((a, b)) = places.conflict_within() {
-            return Admission::Invalid(format!(
+            return RequestVerdict::Invalid(format!(
                 "the call writes bytes {a:?} and uses bytes {b:?}; they overlap"
             ));
         }
@@ -82,18 +82,18 @@ impl CallTable {
             .iter()
             .find_map(|(number, other)| places.conflict_with(other).map(|(a, b)| (*number, a, b)))
         {
-            return Admission::Invalid(format!(
+            return RequestVerdict::Invalid(format!(
                 "bytes {a:?} overlap bytes {b:?} of call {number}, which is in flight"
             ));
         }
         if self.copied.saturating_add(places.copied) > area {
-            return Admission::Full(format!(
+            return RequestVerdict::Full(format!(
                 "the ids and weights of the calls in flight exceed {area} bytes, the size of the row area"
             ));
         }
         self.copied += places.copied;
         self.calls.insert(call, places);
-        Admission::Admitted
+        RequestVerdict::Admitted
     }
 
     /// A call ends, with or without an answer.
@@ -116,7 +116,7 @@ impl CallTable {
 
 type Conflict = (Range<usize>, Range<usize>);
 
-impl Places {
+impl RequestPlaces {
     /// A range that the call writes and another one that it uses.
     fn conflict_within(&self) -> Option<Conflict> {
         let written = self.written.iter().enumerate();
@@ -126,7 +126,7 @@ impl Places {
     }
 
     /// A range of this call and an overlapping range of another call, at least one of which is written.
-    fn conflict_with(&self, other: &Places) -> Option<Conflict> {
+    fn conflict_with(&self, other: &RequestPlaces) -> Option<Conflict> {
         let with = |a: &[Range<usize>], b: &[Range<usize>]| {
             a.iter().find_map(|a| b.iter().find_map(|b| overlap(a, b)))
         };

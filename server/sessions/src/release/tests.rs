@@ -15,7 +15,7 @@ use expertd_test_seed::lingering;
 
 use crate::cuda::CudaSession;
 use crate::host::HostSession;
-use crate::limits::{Charges, SessionLimits};
+use crate::limits::{RegionCharges, SessionLimits};
 use crate::session::{Opener, Session};
 
 const LIMITS: SessionLimits =
@@ -35,7 +35,7 @@ fn common(number: u64) -> Session {
 }
 
 /// A session of either kind, and its region as its client keeps it.
-fn host(charges: &Charges) -> (Arc<HostSession>, Arc<SharedRegion>) {
+fn host(charges: &RegionCharges) -> (Arc<HostSession>, Arc<SharedRegion>) {
     let (memory, rings) = SessionMemory::create(2, 1 << 20).unwrap();
     let kept = keep(memory.region());
     let charge = charges.charge(&LIMITS, 0, kept.len()).unwrap();
@@ -43,7 +43,7 @@ fn host(charges: &Charges) -> (Arc<HostSession>, Arc<SharedRegion>) {
     (HostSession::new(common(1), memory, rings.completions, held), kept)
 }
 
-fn cuda(charges: &Charges, memory: OwnedFd) -> (Arc<CudaSession>, Arc<SharedRegion>) {
+fn cuda(charges: &RegionCharges, memory: OwnedFd) -> (Arc<CudaSession>, Arc<SharedRegion>) {
     let control = ControlMemory::create(64, 16 << 10).unwrap();
     let kept = keep(control.region());
     let charge = charges.charge(&LIMITS, 0, kept.len()).unwrap();
@@ -51,11 +51,11 @@ fn cuda(charges: &Charges, memory: OwnedFd) -> (Arc<CudaSession>, Arc<SharedRegi
     (CudaSession::new(common(2), control, OpenCuda::zeroed(), held), kept)
 }
 
-fn is_free(charges: &Charges) -> bool {
+fn is_free(charges: &RegionCharges) -> bool {
     charges.charge(&LIMITS, 0, LIMITS.bytes).is_ok()
 }
 
-fn wait_until_free(charges: &Charges) {
+fn wait_until_free(charges: &RegionCharges) {
     let begun = Instant::now();
     while !is_free(charges) {
         assert!(begun.elapsed() < Duration::from_secs(60), "the regions are charged for ever");
@@ -65,7 +65,7 @@ fn wait_until_free(charges: &Charges) {
 
 #[test]
 fn a_region_loses_its_pages_with_the_last_use_and_is_charged_until_then() {
-    let charges = Charges::default();
+    let charges = RegionCharges::default();
     let (host, kept_host) = host(&charges);
     let (cuda, kept_cuda) = cuda(&charges, UnixStream::pair().unwrap().0.into());
     let of_a_call = (Arc::clone(&host), Arc::clone(&cuda));
@@ -78,7 +78,7 @@ fn a_region_loses_its_pages_with_the_last_use_and_is_charged_until_then() {
 
 #[test]
 fn a_descriptor_that_closes_slowly_delays_no_other_thread() {
-    let charges = Charges::default();
+    let charges = RegionCharges::default();
     let (memory, peer) = lingering();
     let (cuda, _) = cuda(&charges, memory);
     let begun = Instant::now();

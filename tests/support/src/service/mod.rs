@@ -137,7 +137,11 @@ impl Service {
         Service::try_start(model, ranks, more, environment).unwrap_or_else(|problem| panic!("{problem}"))
     }
 
-    /// The same; what happened instead, if the service was not ready in time or ended before.
+    /// Serves any checkpoint and waits until it is ready.
+    ///
+    /// # Errors
+    ///
+    /// What happened instead, if the service ended or was not ready in time.
     pub fn try_start(
         model: &Path,
         ranks: u32,

@@ -8,6 +8,7 @@ use super::values::{derive, value, within};
 use crate::cores::{self, available_cores, numa_nodes, share_cores, share_cores_near, usable};
 use crate::inventory;
 use crate::serve::settings::Given;
+use crate::units::runs;
 use expertd_ipc::control::DeviceKind;
 use expertd_rank_cuda::{self as gpu, KernelPath};
 use expertd_shm::wait::SPIN_TIME;
@@ -166,15 +167,8 @@ fn chosen_cores(text: &str) -> Result<Vec<usize>, String> {
 
 /// A list of cores as ranges, such as `0-3,8`.
 pub(super) fn list(cores: &[usize]) -> String {
-    let mut parts: Vec<(usize, usize)> = Vec::new();
-    for &core in cores {
-        match parts.last_mut() {
-            Some((_, last)) if *last + 1 == core => *last = core,
-            _ => parts.push((core, core)),
-        }
-    }
-    let show = |&(first, last): &(usize, usize)| {
+    let show = |(first, last): (usize, usize)| {
         if first == last { first.to_string() } else { format!("{first}-{last}") }
     };
-    parts.iter().map(show).collect::<Vec<_>>().join(",")
+    runs(cores.iter().copied()).into_iter().map(show).collect::<Vec<_>>().join(",")
 }

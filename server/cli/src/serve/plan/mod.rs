@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) use self::devices::gpus;
 pub use self::sessions::SessionPlan;
-pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight};
+pub(crate) use self::sizes::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, group_shape};
 
 use self::machine::Machine;
 use self::model::model_info;
@@ -24,12 +24,12 @@ use self::values::{derive, millis, value, within};
 use super::division::Division;
 use super::layers;
 use super::reload::ReloadRules;
-use super::settings::{Given, SettingsError, Shown, Source};
+use super::settings::{Given, SettingSource, SettingsError, ShownSetting};
 use crate::admin::default_admin_address;
 use crate::predict::MemoryRates;
 use expertd_core::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
 use expertd_core::cluster::ClusterConfig;
-use expertd_core::steps::{ReloadPlanner, SchedulerConfig};
+use expertd_core::steps::SchedulerConfig;
 use expertd_grpc::{AccessConfig, ConnectionLimits};
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::{CheckpointSource, DeviceKind, RankSetup};
@@ -62,10 +62,9 @@ pub enum PlanError {
 }
 
 /// Everything that a service needs to start.
-#[derive(Debug)]
 pub struct ServePlan {
     /// Every setting with its value and source.
-    pub shown: Vec<Shown>,
+    pub shown: Vec<ShownSetting>,
     skip_memory_check: bool,
     /// Description of the model for callers.
     pub model: ModelInfo,
@@ -144,7 +143,7 @@ impl ServePlan {
         let access = access(&given);
         let network = network::config(&given, access.insecure)?;
         let connections = connections(&mut given, &sizes.limits)?;
-        let listen = |s: &(Option<String>, Source)| s.0.clone().unwrap_or_default();
+        let listen = |s: &(Option<String>, SettingSource)| s.0.clone().unwrap_or_default();
         let coverage =
             if given.verify_weights.0.unwrap_or(false) { Coverage::Whole } else { Coverage::Sampled };
         let fingerprint = checkpoint.fingerprint(coverage);
@@ -246,9 +245,9 @@ struct Timeouts {
 impl Timeouts {
     /// `share_gpu` says whether ranks share a GPU.
     fn of(given: &mut Given, share_gpu: bool) -> Result<Timeouts, PlanError> {
-        if share_gpu && matches!(given.device_timeout_ms.1, Source::Default(_)) {
+        if share_gpu && matches!(given.device_timeout_ms.1, SettingSource::Default(_)) {
             let why = "ranks that share a GPU take turns";
-            given.device_timeout_ms = (Some(SHARED_GPU_TIMEOUT_MS), Source::Default(why.to_owned()));
+            given.device_timeout_ms = (Some(SHARED_GPU_TIMEOUT_MS), SettingSource::Default(why.to_owned()));
         }
         let step = millis("step-timeout-ms", &given.step_timeout_ms)?;
         let device = millis("device-timeout-ms", &given.device_timeout_ms)?;
@@ -321,7 +320,7 @@ fn scheduler(
         on_fault: given.on_fault.0.unwrap_or_default(),
         drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
         expert_metrics: given.expert_metrics.0.unwrap_or(false),
-        reload: ReloadPlanner::new(move |context, folder| rules.plan(context, folder)),
+        reload: Arc::new(move |context, folder| rules.plan(context, folder)),
         copy_threads: match machine.device {
             // Ranks use all cores.
             DeviceKind::Cpu => 1,
@@ -369,7 +368,7 @@ pub(crate) fn read_placement(path: &Path, spec: &ModelSpec, ranks: usize) -> Res
 
 /// Files with credentials.
 fn access(given: &Given) -> AccessConfig {
-    let names = |setting: &(Option<String>, Source)| -> Vec<String> {
+    let names = |setting: &(Option<String>, SettingSource)| -> Vec<String> {
         let names = setting.0.as_deref().unwrap_or_default().split(',').map(str::trim);
         names.filter(|name| !name.is_empty()).map(str::to_owned).collect()
     };

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use super::PlanError;
 use super::values::value;
 use crate::serve::settings::Given;
-use expertd_network::{Transports, VARIABLE, device_of};
+use expertd_network::{Transports, VARIABLE, device_of, listening_address};
 use expertd_sessions::NetworkConfig;
 
 /// The configuration of network sessions, if there are to be any. `insecure` permits addresses beyond loopback.
@@ -30,6 +30,13 @@ pub(super) fn config(given: &Given, insecure: bool) -> Result<Option<NetworkConf
                 .ok_or_else(|| wrong("is not an address of a network device of this host".to_owned()))?,
         )
     };
+    if let Some(first) = device.as_deref().and_then(|device| listening_address(device, ip))
+        && first != ip.to_canonical()
+    {
+        return Err(wrong(format!(
+            "is not the first address of its device, at which UCX listens; use {first}"
+        )));
+    }
     // Memory that processes of one host share belongs to host sessions.
     let transports = Some("^sm".to_owned());
     let transports = Transports { transports, device, ports, ipv6: ip.to_canonical().is_ipv6() };

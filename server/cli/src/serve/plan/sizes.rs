@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::machine::Machine;
 use super::values::{derive, value, within};
-use crate::serve::settings::{Given, Source};
+use crate::serve::settings::{Given, SettingSource};
 use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
@@ -22,6 +22,26 @@ pub(crate) const MAX_BYTES_IN_FLIGHT: usize = 1 << 40;
 /// 1 GiB, or 4 of the largest requests.
 pub(crate) const fn default_bytes_in_flight(message_bytes: usize) -> usize {
     if 4 * message_bytes > BYTES_IN_FLIGHT { 4 * message_bytes } else { BYTES_IN_FLIGHT }
+}
+
+/// The shape of a group for a model, with steps of at most `per_step` rows.
+pub(crate) fn group_shape(
+    spec: &ModelSpec,
+    ranks: u32,
+    sources: u32,
+    slots: u32,
+    per_step: usize,
+) -> GroupShape {
+    let per_rank = per_step.div_ceil(sources as usize);
+    GroupShape {
+        ranks,
+        sources,
+        slots,
+        max_tokens_per_rank: per_rank,
+        max_segments: per_rank,
+        hidden: spec.hidden,
+        max_top_k: spec.max_top_k(),
+    }
 }
 
 /// The sizes of steps, requests and buffers.
@@ -46,27 +66,15 @@ impl Sizes {
     /// The first setting that is out of bounds or contradicts another one.
     pub(super) fn choose(given: &mut Given, spec: &ModelSpec, machine: &Machine) -> Result<Self, PlanError> {
         let &Machine { device, ranks, sources, .. } = machine;
-        let setting = |s: &(Option<usize>, Source)| s.0.unwrap_or_default();
+        let setting = |s: &(Option<usize>, SettingSource)| s.0.unwrap_or_default();
         let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
         let per_request =
             derive(&mut given.max_tokens_per_request, 2 * per_step, "twice max-tokens-per-step");
         let per_request = within("max-tokens-per-request", per_request, 1, 1 << 22)?;
         let queued = derive(&mut given.max_queued_tokens, 16 * per_step, "16 times max-tokens-per-step");
         let slots = within("slots", given.slots.0.unwrap_or(2), 2, 8)?;
-        let per_rank = per_step.div_ceil(sources as usize);
-
-        let max_top_k = spec.max_top_k();
-        let shape = GroupShape {
-            ranks,
-            sources,
-            slots,
-            max_tokens_per_rank: per_rank,
-            max_segments: per_rank,
-            hidden: spec.hidden,
-            max_top_k,
-        };
-
-        let message_bytes = Limits::message_bytes(per_request, spec.hidden, max_top_k);
+        let shape = group_shape(spec, ranks, sources, slots, per_step);
+        let message_bytes = Limits::message_bytes(per_request, spec.hidden, shape.max_top_k);
         let in_flight = derive(
             &mut given.max_bytes_in_flight,
             default_bytes_in_flight(message_bytes) as u64,
@@ -86,7 +94,7 @@ impl Sizes {
         let limits = Limits {
             max_tokens_per_request: per_request,
             max_tokens_per_step: per_step,
-            max_tokens_per_rank: per_rank,
+            max_tokens_per_rank: shape.max_tokens_per_rank,
             max_message_bytes: message_bytes,
             max_streams_per_connection: within(
                 "max-streams-per-connection",

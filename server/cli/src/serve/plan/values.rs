@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::PlanError;
-use crate::serve::settings::{SettingsError, Source};
+use crate::serve::settings::{SettingSource, SettingsError};
 
 /// The longest time that a setting may state, in milliseconds: a day.
 const MAX_MILLIS: u64 = 24 * 3_600_000;
@@ -14,11 +14,15 @@ pub(super) fn value(name: &'static str, problem: impl Into<String>) -> PlanError
 }
 
 /// Returns the setting's value; sets it to `default`, with `why` as its source, if it was not given.
-pub(super) fn derive<T: Clone>(setting: &mut (Option<T>, Source), default: T, why: impl Into<String>) -> T {
+pub(super) fn derive<T: Clone>(
+    setting: &mut (Option<T>, SettingSource),
+    default: T,
+    why: impl Into<String>,
+) -> T {
     setting
         .0
         .get_or_insert_with(|| {
-            setting.1 = Source::Default(why.into());
+            setting.1 = SettingSource::Default(why.into());
             default
         })
         .clone()
@@ -38,6 +42,9 @@ pub(super) fn within<T: PartialOrd + std::fmt::Display>(
 }
 
 /// The duration that a setting in milliseconds states, from 1 ms to a day.
-pub(super) fn millis(name: &'static str, setting: &(Option<u64>, Source)) -> Result<Duration, PlanError> {
+pub(super) fn millis(
+    name: &'static str,
+    setting: &(Option<u64>, SettingSource),
+) -> Result<Duration, PlanError> {
     Ok(Duration::from_millis(within(name, setting.0.unwrap_or(0), 1, MAX_MILLIS)?))
 }

@@ -4,14 +4,15 @@ use std::time::Instant;
 
 use expertd_ipc::control::CheckpointSource;
 use expertd_scheduler::{
-    Ask, Attachment, Callers, Failure, Mail, MemoryMail as Memory, Receipt, ReloadFailure, Reloaded,
-    RequestKey, ServiceState, StepLoop, Time,
+    self as scheduler, Ask, Attachment, Callers, Mail, MemoryMail as Memory, Receipt, ReloadFailure,
+    Reloaded, RequestKey, ServiceState, StepLoop, Time,
 };
 use expertd_types::MemoryId;
 use tokio::sync::oneshot;
 
 use super::Processes;
-use crate::backend::{DrainReport, ReloadReport, StepError};
+use crate::backend::{DrainReport, ReloadReport};
+use crate::failure::Failure;
 use crate::steps::active::Active;
 use crate::steps::shared::{MemoryMail, Payload, ReloadMail};
 use expertd_telemetry::names;
@@ -78,29 +79,29 @@ impl Callers for Processes {
         }
     }
 
-    fn fail(&mut self, key: RequestKey, failure: Failure) {
+    fn fail(&mut self, key: RequestKey, failure: scheduler::Failure) {
         let Some(active) = self.active.remove(&key) else { return };
         let request = active.request();
         match failure {
-            Failure::Unavailable { reason, retry_after } => {
-                active.fail(StepError::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
+            scheduler::Failure::Unavailable { reason, retry_after } => {
+                active.fail(Failure::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
             }
-            Failure::DeadlineExceeded => active.fail(StepError::DeadlineExceeded),
-            Failure::OtherWeights { expected, loaded } => {
-                active.fail(StepError::OtherWeights { expected, loaded });
+            scheduler::Failure::DeadlineExceeded => active.fail(Failure::DeadlineExceeded),
+            scheduler::Failure::OtherWeights { expected, loaded } => {
+                active.fail(Failure::OtherWeights { expected, loaded });
             }
-            Failure::Cancelled => {
+            scheduler::Failure::Cancelled => {
                 tracing::debug!(request = %request.id, "cancelled");
                 metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
             }
-            Failure::Poisoned { lost_steps } => {
+            scheduler::Failure::Poisoned { lost_steps } => {
                 tracing::error!(
                     request = %request.id, layer = %request.layer, tokens = request.tokens, dtype = %request.dtype,
                     k = request.routing.as_ref().map(|given| given.k), lost_steps,
                     "a request ended a generation that computed nothing else; it will not be retried"
                 );
                 metrics::counter!(names::REQUESTS_POISONED_TOTAL).increment(1);
-                active.fail(StepError::Poisoned { lost_steps });
+                active.fail(Failure::Poisoned { lost_steps });
             }
         }
     }

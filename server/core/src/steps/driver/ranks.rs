@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use expertd_ipc::apart::drop_apart;
 use expertd_ipc::control::CheckpointSource;
-use expertd_scheduler::{AttachAnswer, Fault, FaultKind, LoadFailure, Ranks, Step, Time};
+use expertd_scheduler::{AttachAnswer, Fault, LoadFailure, Ranks, Step, Time};
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use super::Processes;
-use crate::cluster::{Group, Loading, ObservedTime};
+use crate::cluster::{Group, Loading, ObservedTime, setup_fault};
 use expertd_telemetry::names;
 
 impl Ranks for Processes {
@@ -79,12 +79,10 @@ impl Ranks for Processes {
     }
 
     fn form(&mut self, generation: Generation, version: WeightVersion) -> Result<(), Fault> {
-        let failed = |message| Fault { kind: FaultKind::Setup, message };
         let set = self.sets.iter().find(|set| set.version == version);
-        let set = set.ok_or_else(|| failed(format!("weight version {version} is not in memory")))?;
+        let set = set.ok_or_else(|| setup_fault(format!("weight version {version} is not in memory")))?;
         let (cluster, shared) = (&self.cluster, &self.shared);
-        Group::form(&mut self.group, cluster, generation, set, &shared.bell, &shared.row_counts)
-            .map_err(|error| failed(error.to_string()))?;
+        Group::form(&mut self.group, cluster, generation, set, &shared.bell, &shared.row_counts)?;
         self.show_ranks();
         Ok(())
     }

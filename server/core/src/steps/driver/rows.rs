@@ -9,7 +9,7 @@ use expertd_scheduler::{Fault, RankRows, RequestKey, Step, Time};
 use expertd_types::StepId;
 
 use super::{Launched, Processes};
-use crate::backend::{PhaseTimes, StepTiming};
+use crate::backend::StepTiming;
 use crate::cluster::{StepDone, channel_fault};
 use crate::steps::active::{Active, IDS, Output, ROWS, TrialRow, WEIGHTS};
 use crate::steps::caller::Raising;
@@ -72,12 +72,10 @@ impl Processes {
         let group = self.group.as_ref()?;
         // The time of a step ends here; copying its rows to the answers is not part of it.
         let now = Instant::now();
-        let [copy_in, gate, prepare, dispatch, experts, combine, copy_out] =
-            done.phase_ns.map(Duration::from_nanos);
         let timing = StepTiming {
             step: done.step,
             tokens: done.tokens as u32,
-            phases: PhaseTimes { copy_in, gate, prepare, dispatch, experts, combine, copy_out },
+            phases: done.phase_ns.map(Duration::from_nanos),
             computed: Duration::from_nanos(done.computed_ns()),
             formed: launched.formed,
             done: now,

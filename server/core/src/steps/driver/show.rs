@@ -11,15 +11,15 @@ use expertd_telemetry::names;
 
 /// The queue's counts at their last publication.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Shown {
+pub(super) struct QueueCounts {
     queued_tokens: usize,
     requests_queued: usize,
     requests_in_step: usize,
 }
 
-impl Shown {
-    fn of(steps: &StepLoop) -> Shown {
-        Shown {
+impl QueueCounts {
+    fn of(steps: &StepLoop) -> QueueCounts {
+        QueueCounts {
             queued_tokens: steps.queued_tokens(),
             requests_queued: steps.requests_queued(),
             requests_in_step: steps.requests_in_step(),
@@ -30,12 +30,12 @@ impl Shown {
 impl Processes {
     /// Whether a completed step or the queue's counts are to be published.
     pub(super) fn has_unpublished(&self, steps: &StepLoop) -> bool {
-        !self.unrecorded.is_empty() || Shown::of(steps) != self.shown
+        !self.unrecorded.is_empty() || QueueCounts::of(steps) != self.shown
     }
 
     /// Publishes the queue's counts if they have changed.
     pub(super) fn show_queue(&mut self, steps: &StepLoop) {
-        let counts = Shown::of(steps);
+        let counts = QueueCounts::of(steps);
         if counts == self.shown {
             return;
         }

@@ -15,15 +15,15 @@ fn a_call_is_admitted_before_the_end_of_the_last_one_is_known() {
     assert_eq!(table.prepare(&[call(4), call(8)]), Ok(0));
     assert_eq!(table.prepare(&[call(2)]), Ok(2));
     let ring = Ring { prepared: 1, rows: 8 };
-    assert_eq!(table.ring(0, ring), Admission::Admitted { call: 1, prepared: call(8) });
-    assert_eq!(table.ring(1, ring), Admission::Admitted { call: 1, prepared: call(8) });
+    assert_eq!(table.ring(0, ring), RingVerdict::Admitted { call: 1, prepared: call(8) });
+    assert_eq!(table.ring(1, ring), RingVerdict::Admitted { call: 1, prepared: call(8) });
     table.complete(0);
-    assert_eq!(table.ring(0, ring), Admission::Admitted { call: 2, prepared: call(8) });
+    assert_eq!(table.ring(0, ring), RingVerdict::Admitted { call: 2, prepared: call(8) });
     assert_eq!(table.in_flight(), 2);
-    assert_eq!(table.ring(0, ring), Admission::Admitted { call: 3, prepared: call(8) });
+    assert_eq!(table.ring(0, ring), RingVerdict::Admitted { call: 3, prepared: call(8) });
     assert_eq!((table.in_flight_of(0), table.is_last(0, 2), table.is_last(0, 3)), (2, false, true));
     table.close();
-    assert_eq!(table.ring(0, ring), Admission::Closing);
+    assert_eq!(table.ring(0, ring), RingVerdict::Closing);
     assert!(!table.is_last(0, 3), "the word belongs to a call that is not computed");
 }
 
@@ -46,11 +46,11 @@ fn wrong_numbers_fail_their_call_only() {
     table.prepare(&[call(4)]).unwrap();
     for (prepared, rows) in [(1, 4), (u32::MAX, 1), (0, 5), (0, 0)] {
         let admission = table.ring(0, Ring { prepared, rows });
-        assert!(matches!(admission, Admission::Invalid { .. }), "{admission:?}");
+        assert!(matches!(admission, RingVerdict::Invalid { .. }), "{admission:?}");
     }
     assert_eq!(table.in_flight(), 0);
     let admission = table.ring(0, Ring { prepared: 0, rows: 4 });
-    assert_eq!(admission, Admission::Admitted { call: 5, prepared: call(4) });
+    assert_eq!(admission, RingVerdict::Admitted { call: 5, prepared: call(4) });
 }
 
 #[test]
@@ -80,15 +80,15 @@ proptest! {
                 prepared.push(call(rows));
             } else {
                 match table.ring(doorbell, Ring { prepared: number, rows }) {
-                    Admission::Admitted { prepared: found, .. } => {
+                    RingVerdict::Admitted { prepared: found, .. } => {
                         prop_assert_eq!(found, prepared[number as usize]);
                         prop_assert!(rows > 0 && rows <= found.max_rows);
                         *of_doorbell += 1;
                     }
-                    Admission::Invalid { .. } => prop_assert!(
+                    RingVerdict::Invalid { .. } => prop_assert!(
                         prepared.get(number as usize).is_none_or(|call| rows == 0 || rows > call.max_rows)
                     ),
-                    Admission::Closing => prop_assert_eq!(doorbell, 3),
+                    RingVerdict::Closing => prop_assert_eq!(doorbell, 3),
                 }
             }
             prop_assert_eq!(table.in_flight() as u32, in_flight[..3].iter().sum::<u32>());

@@ -4,32 +4,32 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn places(rows: Range<usize>, output: Range<usize>) -> Places {
-    Places { read: [rows, 0..0, 0..0, 0..0], written: [output, 0..0, 0..0], copied: 8 }
+fn places(rows: Range<usize>, output: Range<usize>) -> RequestPlaces {
+    RequestPlaces { read: [rows, 0..0, 0..0, 0..0], written: [output, 0..0, 0..0], copied: 8 }
 }
 
 #[test]
 fn inputs_may_be_shared_and_outputs_may_not() {
     let mut table = CallTable::new(4, 1024);
-    assert_eq!(table.admit(1, places(0..64, 64..128)), Admission::Admitted);
-    assert_eq!(table.admit(2, places(0..64, 128..192)), Admission::Admitted);
+    assert_eq!(table.admit(1, places(0..64, 64..128)), RequestVerdict::Admitted);
+    assert_eq!(table.admit(2, places(0..64, 128..192)), RequestVerdict::Admitted);
     for (rows, output) in [(0..64, 64..128), (0..64, 0..64), (64..128, 256..320), (512..640, 576..704)] {
-        assert!(matches!(table.admit(3, places(rows, output)), Admission::Invalid(_)));
+        assert!(matches!(table.admit(3, places(rows, output)), RequestVerdict::Invalid(_)));
     }
     table.complete(1);
-    assert_eq!(table.admit(3, places(0..64, 64..128)), Admission::Admitted);
+    assert_eq!(table.admit(3, places(0..64, 64..128)), RequestVerdict::Admitted);
 }
 
 #[test]
 fn ranges_outside_the_area_and_numbers_in_flight_are_refused() {
     let mut table = CallTable::new(4, 1024);
     for rows in [0..1025, 960..1088, 32..96, usize::MAX - 63..usize::MAX] {
-        assert!(matches!(table.admit(1, places(rows, 0..0)), Admission::Invalid(_)));
+        assert!(matches!(table.admit(1, places(rows, 0..0)), RequestVerdict::Invalid(_)));
     }
-    assert_eq!(table.admit(1, places(0..64, 64..128)), Admission::Admitted);
-    assert!(matches!(table.admit(1, places(0..64, 128..192)), Admission::Invalid(_)));
-    let large = Places { copied: 1020, ..places(0..64, 128..192) };
-    assert!(matches!(table.admit(2, large), Admission::Full(_)));
+    assert_eq!(table.admit(1, places(0..64, 64..128)), RequestVerdict::Admitted);
+    assert!(matches!(table.admit(1, places(0..64, 128..192)), RequestVerdict::Invalid(_)));
+    let large = RequestPlaces { copied: 1020, ..places(0..64, 128..192) };
+    assert!(matches!(table.admit(2, large), RequestVerdict::Full(_)));
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn completions_that_are_not_popped_count() {
     table.admit(1, places(0..64, 64..128));
     assert!(!table.exceeds(0) && table.exceeds(1));
     table.close();
-    assert_eq!(table.admit(2, places(0..64, 128..192)), Admission::Closing);
+    assert_eq!(table.admit(2, places(0..64, 128..192)), RequestVerdict::Closing);
     assert_eq!(table.in_flight(), 1);
     table.complete(1);
     assert_eq!(table.in_flight(), 0);
@@ -53,7 +53,7 @@ proptest! {
         steps in prop::collection::vec((0_u64..8, prop::collection::vec((0_usize..18, 0_usize..4), 7), any::<bool>()), 1..80),
     ) {
         let mut table = CallTable::new(8, 1024);
-        let mut model: HashMap<u64, Places> = HashMap::new();
+        let mut model: HashMap<u64, RequestPlaces> = HashMap::new();
         for (call, ranges, complete) in steps {
             if complete {
                 table.complete(call);
@@ -62,12 +62,12 @@ proptest! {
             }
             let mut ranges = ranges.into_iter().map(|(at, len)| at * 64..(at + len) * 64);
             let mut next = || ranges.next().unwrap_or_default();
-            let places = Places {
+            let places = RequestPlaces {
                 read: [next(), next(), next(), next()],
                 written: [next(), next(), next()],
                 copied: 100,
             };
-            if table.admit(call, places.clone()) == Admission::Admitted {
+            if table.admit(call, places.clone()) == RequestVerdict::Admitted {
                 prop_assert!(model.insert(call, places).is_none());
             }
             let mut writers = [0_u32; 16];

@@ -15,7 +15,7 @@ use super::*;
 use crate::serve::plan::machine::Machine;
 use crate::serve::plan::sizes::Sizes;
 use crate::serve::plan::{Timeouts, cluster};
-use crate::serve::settings::Source;
+use crate::serve::settings::SettingSource;
 
 const HOPPER: (i32, i32) = (9, 0);
 const TURING: (i32, i32) = (7, 5);
@@ -54,7 +54,7 @@ fn a_list_gives_each_rank_its_gpu() {
     let four = inventory(&[HOPPER; 4], Ok((2, 28, 9)));
     let (chosen, given) = choose(listed("2, 0", false), &four);
     assert_eq!(chosen, on_gpus(&[2, 0]));
-    assert_eq!(given.ranks, (Some(2.into()), Source::Default("one per GPU listed".into())));
+    assert_eq!(given.ranks, (Some(2.into()), SettingSource::Default("one per GPU listed".into())));
     assert_eq!(given.device.0, Some(DeviceKind::Cuda.into()));
     let same = ServeArgs { ranks: Some(2.into()), ..listed("3,1", true) };
     assert_eq!(choose(same, &four).0, on_gpus(&[3, 1]), "permission that is not used changes nothing");
@@ -119,7 +119,7 @@ fn unsupported_gpus_leave_the_cpu_unless_gpus_were_asked_for() {
         chosen,
         Ok(Devices { device: DeviceKind::Cpu, ranks: 2, sources: 2, gpus: Vec::new(), kernels: None })
     );
-    let Source::Default(why) = &given.device.1 else { panic!("{:?}", given.device) };
+    let SettingSource::Default(why) = &given.device.1 else { panic!("{:?}", given.device) };
     assert!(why.contains("GPU 0 (A card) has compute capability 7.5"), "{why}");
     assert_eq!(given.gpus.0, None);
     let cuda = ServeArgs { device: Some(DeviceKind::Cuda.into()), ..ServeArgs::default() };
@@ -136,7 +136,7 @@ fn the_kernels_follow_from_the_cards_and_the_setting() {
     };
     let (chosen, path) = kernels(ServeArgs::default(), &[ADA, TURING]);
     assert_eq!(chosen, Ok(Some(KernelPath::Portable)));
-    assert_eq!(path, (Some(GpuPath::Auto), Source::Default("the ranks run portable kernels".into())));
+    assert_eq!(path, (Some(GpuPath::Auto), SettingSource::Default("the ranks run portable kernels".into())));
     let forced = ServeArgs { gpu_path: Some(GpuPath::Portable), ..ServeArgs::default() };
     assert_eq!(kernels(forced.clone(), &[HOPPER, ADA]).0, Ok(Some(KernelPath::Portable)));
     assert_eq!(kernels(ServeArgs::default(), &[HOPPER]).0, Ok(Some(KernelPath::Hopper)));
@@ -157,7 +157,7 @@ fn gpus_that_cannot_form_a_group_have_one_rank() {
     for (found, apart) in [(no_peers, "no peer access to GPU"), (unequal, "has 28 multiprocessors")] {
         let (chosen, given) = choose(ServeArgs::default(), &found);
         assert_eq!(chosen, on_gpus(&[0]));
-        let Source::Default(why) = &given.ranks.1 else { panic!("{:?}", given.ranks) };
+        let SettingSource::Default(why) = &given.ranks.1 else { panic!("{:?}", given.ranks) };
         assert!(why.contains(apart), "{apart:?} is not in {why}");
         let refused = choose(ranks(2), &found).0.unwrap_err();
         assert!(
