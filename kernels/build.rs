@@ -36,13 +36,14 @@ mod cuda {
     /// Machine code for Ampere and Ada, and PTX that the driver compiles for other GPUs.
     const PORTABLE: &str = "arch=compute_80,code=[sm_80,sm_89,compute_80]";
     /// Sources of both paths.
-    const SHARED: [&str; 11] = [
+    const SHARED: [&str; 12] = [
         "combine",
         "copy_in",
         "copy_out",
         "dispatch",
         "experts_pack",
         "experts_pack_narrow",
+        "experts_repack",
         "meet",
         "modules",
         "scale",

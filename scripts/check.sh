@@ -18,7 +18,7 @@ scripts/lines.py
 scripts/import_circles.py
 
 step "planted faults of the simulation still apply"
-for patch in server/scheduler/mutants/*.patch; do
+for patch in server/scheduler/mutants/*.patch server/tier/mutants/*.patch; do
     git apply --check "$patch" || { echo "$patch does not apply: adapt it, then run scripts/mutants.sh $(basename "$patch" .patch)"; exit 1; }
 done
 

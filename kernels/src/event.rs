@@ -103,3 +103,22 @@ pub unsafe fn fill(stream: &Stream, at: u64, byte: u8, bytes: usize) -> Result<(
     // SAFETY: the caller's promise.
     check("cuMemsetD8Async", unsafe { result::memset_d8_async(at, byte, bytes, stream.raw()) })
 }
+
+/// Enqueues a fill of `count` words of device memory.
+///
+/// # Safety
+/// As [`fill`].
+pub unsafe fn fill_words(stream: &Stream, at: u64, word: u32, count: usize) -> Result<(), DeviceError> {
+    // SAFETY: the caller's promise.
+    check("cuMemsetD32Async", unsafe { sys::cuMemsetD32Async(at, word, count, stream.raw()) }.result())
+}
+
+/// Enqueues a copy within device memory.
+///
+/// # Safety
+/// The conditions of [`copy_to_device`].
+pub unsafe fn copy_on_device(stream: &Stream, to: u64, from: u64, bytes: usize) -> Result<(), DeviceError> {
+    // SAFETY: the caller's promise.
+    let status = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream.raw()) };
+    check("cuMemcpyDtoDAsync", status.result())
+}

@@ -216,7 +216,45 @@ pub struct PackNarrowParams {
     pub format: i32,
 }
 
+/// [`RepackParams::source_format`]: the source is bf16.
+pub const FROM_BF16: i32 = 0;
+/// [`RepackParams::source_format`]: the source is f16.
+pub const FROM_F16: i32 = 1;
+/// [`RepackParams::source_format`]: the source is f32.
+pub const FROM_F32: i32 = 2;
+
+/// One matrix of some experts that is packed for processors; see `ExpertdRepackParams` in `experts_repack.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RepackParams {
+    /// Panels of the first expert as CPU ranks have them.
+    pub source: u64,
+    /// Destination of the first expert.
+    pub panels: u64,
+    /// Bytes between experts in the source.
+    pub source_stride: u64,
+    /// Bytes between experts in the destination.
+    pub panel_stride: u64,
+    /// Number of experts.
+    pub experts: i32,
+    /// Elements of a row of the destination, padded.
+    pub hidden: i32,
+    /// Intermediate size of the destination, padded.
+    pub inter: i32,
+    /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
+    pub kind: i32,
+    /// Output features of each projection in the source, without padding.
+    pub source_features: i32,
+    /// Input features in the source, without padding.
+    pub source_k: i32,
+    /// Rows of a panel of the source.
+    pub width: i32,
+    /// [`FROM_BF16`], [`FROM_F16`] or [`FROM_F32`].
+    pub source_format: i32,
+}
+
 const _: () = {
+    assert!(size_of::<RepackParams>() == 64);
     assert!(size_of::<LayerWeights>() == 56);
     assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
@@ -229,6 +267,8 @@ unsafe extern "C" {
     fn expertd_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_repack(params: *const RepackParams, stream: *mut c_void) -> c_int;
+    fn expertd_portable_experts_repack(params: *const RepackParams, stream: *mut c_void) -> c_int;
     fn expertd_portable_experts_setup() -> c_int;
     fn expertd_portable_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_portable_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
@@ -283,6 +323,20 @@ pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchEr
         match KernelPath::chosen() {
             KernelPath::Hopper => expertd_experts_pack(params, stream.cast()),
             KernelPath::Portable => expertd_portable_experts_pack(params, stream.cast()),
+        }
+    })
+}
+
+/// Launches the conversion of panels of CPU ranks to panels in bf16.
+///
+/// # Safety
+/// Addresses must be valid as documented until the launch has ended.
+pub unsafe fn repack(params: &RepackParams, stream: CUstream) -> Result<(), LaunchError> {
+    // SAFETY: the caller's promise.
+    check("experts_repack", unsafe {
+        match KernelPath::chosen() {
+            KernelPath::Hopper => expertd_experts_repack(params, stream.cast()),
+            KernelPath::Portable => expertd_portable_experts_repack(params, stream.cast()),
         }
     })
 }

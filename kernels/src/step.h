@@ -213,7 +213,7 @@ struct TierParams {
     int32_t* sent_ids;           // mapped, [T][k]: experts of CPU ranks; -1 for the others
     float* sent_weights;         // mapped, [T][k]
     void* sent_rows;             // mapped, bf16 [T][H]
-    uint64_t* sent;              // mapped: generation | step, stored last
+    uint64_t* sent;              // mapped: generation | step, stored last; null: nothing is sent
     uint64_t* failed;            // mapped: step, if it had failed before; CPU ranks are not told of it then
     uint64_t generation;         // generation << kSequenceBits
     uint32_t hidden;

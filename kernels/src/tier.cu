@@ -1,6 +1,6 @@
 // tier sends a step's rows to the CPU ranks of a mixed group, through pinned host memory, and divides the choices of the gate: those of
 // experts on this GPU get indices of resident experts, the others have weight zero here. The kernels that follow see a rank alone with
-// its resident experts.
+// its resident experts. Where it has all experts of the step, nothing is sent.
 #include "common.cuh"
 #include "modules.h"
 
@@ -34,10 +34,12 @@ __global__ void __launch_bounds__(kThreads) send_tier(const __grid_constant__ Ra
         const bool away = local == kAway;
         p.local_ids[entry] = static_cast<int32_t>(local);
         p.local_weights[entry] = away ? 0.0f : weight;
+        if (p.sent == nullptr) continue;
         // Choices with weight zero are left out, as in combine.
         p.sent_ids[entry] = away && weight != 0.0f ? id : -1;
         p.sent_weights[entry] = weight;
     }
+    if (p.sent == nullptr) return;
     // All rows are sent: few have no expert on a CPU rank, and these need not be told apart then.
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t words = static_cast<uint64_t>(step.tokens) * (p.hidden / 8);

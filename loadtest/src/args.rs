@@ -126,7 +126,8 @@ pub struct Content {
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DType,
     /// `gate`: the service's gate routes. `zipf:S`: each request carries routing drawn from a Zipf distribution with
-    /// exponent S over the experts (0 is uniform)
+    /// exponent S over the experts (0 is uniform). `reuse`: each row of a worker's request is the next token of a sequence of its
+    /// own, which tends to use experts again (of 256, the 64 used last have 67 % of a token's experts)
     #[arg(long, default_value = "gate", value_name = "ROUTING")]
     pub routing: RoutingSource,
     /// Leave the shared experts out of the output
@@ -233,6 +234,8 @@ pub enum RoutingSource {
     Gate,
     /// The client: draws from a Zipf distribution over the experts with this exponent.
     Zipf(f64),
+    /// The client: each row of a worker's request continues a sequence of its own, which tends to use experts again.
+    Reuse,
 }
 
 impl std::str::FromStr for RoutingSource {
@@ -242,10 +245,13 @@ impl std::str::FromStr for RoutingSource {
         if text == "gate" {
             return Ok(RoutingSource::Gate);
         }
+        if text == "reuse" {
+            return Ok(RoutingSource::Reuse);
+        }
         let exponent = text.strip_prefix("zipf:").and_then(|number| number.parse::<f64>().ok());
         match exponent {
             Some(exponent) if (0.0..=20.0).contains(&exponent) => Ok(RoutingSource::Zipf(exponent)),
-            _ => Err(format!("expected `gate` or `zipf:S` with S from 0 to 20, found `{text}`")),
+            _ => Err(format!("expected `gate`, `reuse`, or `zipf:S` with S from 0 to 20, found `{text}`")),
         }
     }
 }
@@ -301,6 +307,7 @@ mod tests {
         }
         let args = Args::try_parse_from(["loadtest", "--routing", "zipf:1.1", "--rate", "50"]).unwrap();
         assert_eq!(args.content.routing, RoutingSource::Zipf(1.1));
+        assert_eq!("reuse".parse(), Ok(RoutingSource::Reuse));
         assert_eq!(args.shape.rate, Some(50.0));
     }
 }

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use rand::{Rng, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, StandardNormal};
 
+use expertd_types::reuse::ReuseSequence;
 use expertd_types::{DType, rows};
 
 /// Number of offsets at which a slice of rows can begin.
@@ -34,18 +35,20 @@ impl RowPool {
     }
 }
 
-/// Routing of rows: `k` distinct experts per row, drawn without replacement with Zipf probabilities.
+/// Routing of rows: `k` distinct experts per row.
 #[derive(Clone, Debug)]
 pub struct RoutingPool {
     k: usize,
     ids: Bytes,
     weights: Bytes,
+    /// Whether rows of the pool are tokens of one sequence, in order.
+    is_sequence: bool,
 }
 
 impl RoutingPool {
-    /// Creates a pool for one layer. The order of the experts' popularity is a random permutation for each layer, so
-    /// that the load of one layer does not predict that of the next.
-    pub fn new(experts: u32, k: u32, exponent: f64, largest: usize, rng: &mut impl Rng) -> RoutingPool {
+    /// Creates a pool for one layer, whose rows are drawn without replacement with Zipf probabilities. The order of the experts'
+    /// popularity is a random permutation for each layer, so that the load of one layer does not predict that of the next.
+    pub fn zipf(experts: u32, k: u32, exponent: f64, largest: usize, rng: &mut impl Rng) -> RoutingPool {
         let (experts, k) = (experts as usize, k as usize);
         let popularity = (1..=experts).map(|rank| (rank as f64).powf(-exponent));
         let mut probability: Vec<(f64, i32)> = popularity.zip(0..).collect();
@@ -54,10 +57,9 @@ impl RoutingPool {
         for (entry, id) in probability.iter_mut().zip(id) {
             entry.1 = id;
         }
-        let rows = ROUTING_OFFSETS + largest;
-        let (mut ids, mut weights) = (Vec::with_capacity(rows * k * 4), Vec::with_capacity(rows * k * 4));
         let mut race: Vec<(f64, i32)> = Vec::with_capacity(experts);
-        for _ in 0..rows {
+        let rows = ROUTING_OFFSETS + largest;
+        let mut pool = RoutingPool::fill(k, rows, rng, |ids, rng| {
             // The first k arrivals of independent exponential clocks are a sample without replacement (Efraimidis and
             // Spirakis, 2006).
             race.clear();
@@ -66,23 +68,59 @@ impl RoutingPool {
                 (waited / rate, id)
             }));
             race.select_nth_unstable_by(k - 1, |a, b| a.0.total_cmp(&b.0));
-            let raw: Vec<f32> = (0..k).map(|_| rng.random_range(0.1_f32..1.0)).collect();
-            let sum: f32 = raw.iter().sum();
-            for (entry, weight) in race[..k].iter().zip(raw) {
-                ids.extend_from_slice(&entry.1.to_le_bytes());
-                weights.extend_from_slice(&(weight / sum).to_le_bytes());
-            }
-        }
-        RoutingPool { k, ids: ids.into(), weights: weights.into() }
+            ids.extend(race[..k].iter().map(|entry| entry.1));
+        });
+        pool.is_sequence = false;
+        pool
     }
 
-    /// Draws the ids and weights of `rows` rows.
-    pub fn draw(&self, rows: usize, rng: &mut impl Rng) -> (Bytes, Bytes) {
-        let mut slice = |from: &Bytes| {
-            let first = rng.random_range(0..ROUTING_OFFSETS) * self.k * 4;
-            from.slice(first..first + rows * self.k * 4)
-        };
-        (slice(&self.ids), slice(&self.weights))
+    /// Creates a pool for one layer of a sequence that tends to use experts again that it has used recently.
+    pub fn reuse(experts: u32, k: u32, rng: &mut impl Rng) -> RoutingPool {
+        let mut sequence = ReuseSequence::new(experts as usize, || rng.random());
+        RoutingPool::fill(k as usize, ROUTING_OFFSETS, rng, |ids, rng| {
+            ids.extend(sequence.next_token(k as usize, || rng.random()).iter().map(|&id| id as i32));
+        })
+    }
+
+    /// Rows with random weights; `row` appends the ids of one.
+    fn fill<R: Rng>(
+        k: usize,
+        rows: usize,
+        rng: &mut R,
+        mut row: impl FnMut(&mut Vec<i32>, &mut R),
+    ) -> RoutingPool {
+        let (mut ids, mut weights) = (Vec::with_capacity(rows * k), Vec::with_capacity(rows * k * 4));
+        for _ in 0..rows {
+            row(&mut ids, rng);
+            let raw: Vec<f32> = (0..k).map(|_| rng.random_range(0.1_f32..1.0)).collect();
+            let sum: f32 = raw.iter().sum();
+            weights.extend(raw.iter().flat_map(|weight| (weight / sum).to_le_bytes()));
+        }
+        RoutingPool { k, ids: rows::encode_i32(&ids), weights: weights.into(), is_sequence: true }
+    }
+
+    /// Draws the ids and weights of `rows` rows. `sequences` are the caller's places in this pool: if it is a sequence, each row of a
+    /// request continues one that began at a random place.
+    pub fn draw(&self, rows: usize, sequences: &mut Vec<usize>, rng: &mut impl Rng) -> (Bytes, Bytes) {
+        let size = self.k * 4;
+        if !self.is_sequence {
+            let mut slice = |from: &Bytes| {
+                let first = rng.random_range(0..ROUTING_OFFSETS) * size;
+                from.slice(first..first + rows * size)
+            };
+            return (slice(&self.ids), slice(&self.weights));
+        }
+        while sequences.len() < rows {
+            sequences.push(rng.random_range(0..ROUTING_OFFSETS));
+        }
+        let (mut ids, mut weights) = (Vec::with_capacity(rows * size), Vec::with_capacity(rows * size));
+        for place in &mut sequences[..rows] {
+            let row = *place * size..(*place + 1) * size;
+            ids.extend_from_slice(&self.ids[row.clone()]);
+            weights.extend_from_slice(&self.weights[row]);
+            *place = (*place + 1) % ROUTING_OFFSETS;
+        }
+        (ids.into(), weights.into())
     }
 }
 
@@ -118,10 +156,10 @@ mod tests {
     fn routing_is_valid_and_has_the_requested_skew() {
         let mut rng = SmallRng::seed_from_u64(2);
         for (exponent, skewed) in [(0.0, false), (1.0, true)] {
-            let pool = RoutingPool::new(16, 3, exponent, 64, &mut rng);
+            let pool = RoutingPool::zipf(16, 3, exponent, 64, &mut rng);
             let mut counts = [0_u32; 16];
             for _ in 0..400 {
-                let (drawn, weights) = pool.draw(64, &mut rng);
+                let (drawn, weights) = pool.draw(64, &mut Vec::new(), &mut rng);
                 let weights = rows::decode(&weights, DType::F32);
                 for (row, weights) in ids(&drawn).chunks(3).zip(weights.chunks(3)) {
                     assert_eq!(row.iter().collect::<HashSet<_>>().len(), 3, "{row:?}");
@@ -135,6 +173,23 @@ mod tests {
             let ratio = f64::from(counts[15]) / f64::from(counts[0].max(1));
             assert_eq!(ratio > 4.0, skewed, "exponent {exponent}: {counts:?}");
             assert!(skewed || ratio < 1.3, "exponent {exponent}: {counts:?}");
+        }
+    }
+    #[test]
+    fn each_row_of_a_request_continues_a_sequence() {
+        let mut rng = SmallRng::seed_from_u64(3);
+        let pool = RoutingPool::reuse(64, 4, &mut rng);
+        let mut sequences = Vec::new();
+        let (first, _) = pool.draw(3, &mut sequences, &mut rng);
+        let places = sequences.clone();
+        let (second, weights) = pool.draw(5, &mut sequences, &mut rng);
+        assert_eq!((first.len(), second.len(), weights.len()), (48, 80, 80));
+        let row = |place: usize| &pool.ids[place % ROUTING_OFFSETS * 16..][..16];
+        for (at, &place) in places.iter().enumerate() {
+            assert_eq!(
+                (row(place + ROUTING_OFFSETS - 1), row(place)),
+                (&first[at * 16..][..16], &second[at * 16..][..16])
+            );
         }
     }
 }

@@ -69,6 +69,7 @@ impl Settings {
             routing: match args.content.routing {
                 RoutingSource::Gate => "gate".to_owned(),
                 RoutingSource::Zipf(exponent) => format!("zipf:{exponent}"),
+                RoutingSource::Reuse => "reuse".to_owned(),
             },
             seed: workload.seed,
             warm_up_seconds: args.bounds.warm_up,

@@ -87,7 +87,11 @@ impl Workload {
             RoutingSource::Gate => Vec::new(),
             RoutingSource::Zipf(exponent) => layers
                 .iter()
-                .map(|layer| RoutingPool::new(layer.num_experts, layer.top_k, exponent, largest, &mut rng))
+                .map(|layer| RoutingPool::zipf(layer.num_experts, layer.top_k, exponent, largest, &mut rng))
+                .collect(),
+            RoutingSource::Reuse => layers
+                .iter()
+                .map(|layer| RoutingPool::reuse(layer.num_experts, layer.top_k, &mut rng))
                 .collect(),
         };
         let shared =
@@ -119,7 +123,8 @@ impl Workload {
     #[must_use]
     pub fn source(self: &Arc<Self>, worker: u64, check: f64) -> RequestSource {
         let rng = SmallRng::seed_from_u64(self.seed ^ (worker + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        RequestSource { workload: Arc::clone(self), check, rng, next_layer: 0, walk_tokens: 0 }
+        let sequences = vec![Vec::new(); self.routing.len()];
+        RequestSource { workload: Arc::clone(self), check, rng, next_layer: 0, walk_tokens: 0, sequences }
     }
 
     /// Whether requests walk all layers in order.
@@ -185,6 +190,8 @@ pub struct RequestSource {
     next_layer: usize,
     /// Rows of the present walk, which are the same in all layers.
     walk_tokens: u32,
+    /// `[layers]`: places of this worker's sequences in the pools of routing.
+    sequences: Vec<Vec<usize>>,
 }
 
 impl RequestSource {
@@ -227,7 +234,8 @@ impl RequestSource {
         let layer = &workload.layers[index];
         let elements = tokens as usize * workload.model.hidden as usize;
         let routing = workload.routing.get(index).map(|pool| {
-            let (topk_ids, topk_weights) = pool.draw(tokens as usize, &mut self.rng);
+            let (topk_ids, topk_weights) =
+                pool.draw(tokens as usize, &mut self.sequences[index], &mut self.rng);
             Routing { topk_ids, topk_weights, k: layer.top_k }
         });
         ForwardRequest {

@@ -27,8 +27,7 @@ pub(crate) const ROWS: usize = 12;
 pub(crate) async fn counts(service: &Service, layer: u32) -> Vec<Vec<u64>> {
     let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
     let rows = expert_rows(&admin).await.unwrap();
-    let layer = rows.layers.into_iter().find(|found| found.layer == LayerId(layer)).unwrap();
-    layer.ranks
+    rows.layers.into_iter().find(|found| found.layer == LayerId(layer)).unwrap().ranks
 }
 
 /// A request whose row `i` goes to the experts `of(i)`, with equal weights.

@@ -22,6 +22,7 @@ mod soak_gpu;
 mod startup;
 mod steps;
 mod tiers;
+mod tiers_copies;
 mod tiers_gpu;
 mod traces;
 mod weights;

@@ -290,10 +290,32 @@ impl Pinned<'_> {
         Ok(Pinned { host, address, device: device.clone(), mapping: PhantomData })
     }
 
-    /// Device address of the memory.
+    /// Device address of the memory; 0 for a [source of copies](Self::register_source).
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
+    }
+}
+
+impl Pinned<'_> {
+    /// Pins `bytes` at `host`, memory that is mapped for reading only, as a source of copies.
+    ///
+    /// # Errors
+    /// As [`register`](Self::register), or if the driver pins no memory that cannot be written.
+    ///
+    /// # Safety
+    /// As [`register`](Self::register), and nothing writes the memory.
+    pub unsafe fn register_source(
+        device: &Device,
+        host: *const u8,
+        bytes: usize,
+    ) -> Result<Pinned<'static>, DeviceError> {
+        device.bind()?;
+        let host = host.cast_mut().cast::<c_void>();
+        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the caller's promise; the driver does not write what is registered for reading only.
+        check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, bytes, flags) }.result())?;
+        Ok(Pinned { host, address: 0, device: device.clone(), mapping: PhantomData })
     }
 }
 

@@ -22,3 +22,4 @@
 #define expertd_experts_pack_narrow expertd_portable_experts_pack_narrow
 #define expertd_experts_pack_narrow_host expertd_portable_experts_pack_narrow_host
 #define expertd_experts_matrix_bytes expertd_portable_experts_matrix_bytes
+#define expertd_experts_repack expertd_portable_experts_repack

@@ -20,7 +20,7 @@ use rand_distr::{Distribution as _, StandardNormal};
 pub use self::args::BenchArgs;
 use self::floor::{Floor, LayerSizes, floor};
 use self::report::Figures;
-use self::routing::RoutingRule;
+use self::routing::{Draws, RoutingRule};
 use super::ceilings;
 use super::exit::CommandError;
 use super::serve::gpu_bytes;
@@ -107,7 +107,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, CommandError> {
         next_layer: 0,
         dtype: args.dtype,
         pool: rows::encode(&values, args.dtype),
-        random,
+        draws: Draws::new(random),
         next_id: 0,
         routing: args.routing.clone(),
         ceilings,
@@ -167,7 +167,7 @@ struct Bench {
     dtype: DType,
     /// Normally distributed elements; the rows of a request are a slice of it.
     pool: Bytes,
-    random: SmallRng,
+    draws: Draws,
     next_id: u64,
     routing: RoutingRule,
     ceilings: Option<Ceilings>,
@@ -245,7 +245,7 @@ impl Bench {
 
     fn submit(&mut self, tokens: usize) -> Result<(LayerId, Pending), CommandError> {
         let size = self.dtype.size();
-        let first = self.random.random_range(0..POOL) * size;
+        let first = self.draws.random.random_range(0..POOL) * size;
         let rows = self.pool.slice(first..first + tokens * self.hidden * size);
         let layer = self.layers[self.next_layer % self.layers.len()];
         self.next_layer += 1;
@@ -261,7 +261,7 @@ impl Bench {
             // Also with a placement, so that its steps can be compared with those without.
             let contiguous = Placement::new(sizes.num_experts, info.placement.len());
             let first_rank = contiguous.range(Rank(0)).len();
-            self.routing.draw(layer, tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.random)
+            self.routing.draw(layer, tokens, sizes.num_experts, first_rank, sizes.top_k, &mut self.draws)
         });
         let request = Request {
             id: RequestId(self.next_id),

@@ -7,11 +7,13 @@ use std::process::ExitCode;
 use clap::Args;
 use serde_json::json;
 
+use super::cores::{available_cores, usable};
 use super::exit::CommandError;
+use super::predict::{self, MemoryRates};
 use super::serve::division::by_memory;
 use super::serve::kinds::MemorySize;
 use super::serve::layers;
-use super::units::{bytes, runs};
+use super::units::{bytes, runs, wrap};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_ipc::control::DeviceKind;
 use expertd_model::{Checkpoint, ModelSpec, MoeLayer, Placement, WeightFormat};
@@ -22,6 +24,9 @@ use expertd_types::{Coverage, Fp8Products, LayerId, Rank};
 
 /// The products that GPU ranks compute in FP8 with the defaults of `serve`.
 pub const GPU_PRODUCTS: Fp8Products = Fp8Products::OF_FP8;
+
+/// Cores of a mixed group that are not for CPU ranks, as in `serve`.
+const POLLING_CORES: usize = 2;
 
 /// The folder of a checkpoint, as DIR or by `--model` as in `serve`.
 #[derive(Args, Clone, Debug, Default)]
@@ -61,6 +66,9 @@ pub struct InspectArgs {
     /// Say how the experts would be divided between a GPU with this much memory for weights and CPU ranks, as in `serve`
     #[arg(long, value_name = "SIZE", conflicts_with = "json")]
     pub gpu_memory: Option<MemorySize>,
+    /// With --gpu-memory: rates by which the time of steps is predicted, as in `serve`
+    #[arg(long, default_value_t = MemoryRates::default(), value_name = "RATES")]
+    pub memory_rates: MemoryRates,
     /// Print everything as JSON
     #[arg(long)]
     pub json: bool,
@@ -86,7 +94,8 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, CommandError> {
     let describe = if args.json { as_json } else { in_words };
     print!("{}", describe(&checkpoint, usize::from(args.ranks), coverage));
     if let Some(size) = args.gpu_memory {
-        let text = tiers(checkpoint.spec(), size.0).map_err(|problem| usage("--gpu-memory", problem))?;
+        let tiers = tiers(checkpoint.spec(), size.0, args.memory_rates, available_memory());
+        let text = tiers.map_err(|problem| usage("--gpu-memory", problem))?;
         println!("{text}");
     }
     Ok(ExitCode::SUCCESS)
@@ -106,8 +115,14 @@ fn gpu_bytes_per_rank(spec: &ModelSpec, ranks: usize, products: Fp8Products) -> 
     gpu_bytes_of_ranks(spec, products, ranks, held)
 }
 
-/// What a mixed group with `budget` bytes of weights on its GPU would hold where.
-fn tiers(spec: &ModelSpec, budget: u64) -> Result<String, String> {
+/// What a mixed group with `budget` bytes of weights on its GPU would hold where, with `available` bytes of host memory, and the expected
+/// time of its steps on this machine's cores.
+fn tiers(
+    spec: &ModelSpec,
+    budget: u64,
+    rates: MemoryRates,
+    available: Option<u64>,
+) -> Result<String, String> {
     let placed = by_memory(spec, DeviceKind::Cuda, GPU_PRODUCTS, budget, 1)?;
     let held =
         |layer, _: &MoeLayer, rank| placed.layer(layer).map_or(0, |layer| layer.experts_of(rank).len());
@@ -116,10 +131,24 @@ fn tiers(spec: &ModelSpec, budget: u64) -> Result<String, String> {
     });
     let on_gpu = gpu_bytes_of_ranks(spec, GPU_PRODUCTS, 1, held)[0];
     let on_cpus = bytes_of_ranks(spec, 2, 1, held)[1];
-    let (on_gpu, on_cpus) = (bytes(on_gpu), bytes(on_cpus));
-    Ok(format!(
-        "tiers             {resident} of {all} experts on the GPU ({on_gpu}), the others on CPU ranks ({on_cpus})"
-    ))
+    let missing = available.map_or(0, |available| on_cpus.saturating_sub(available));
+    let room = match missing {
+        0 => String::new(),
+        missing => format!("; this machine has {} too little for them", bytes(missing)),
+    };
+    let mut text = format!(
+        "tiers             {resident} of {all} experts on the GPU ({}), the others on CPU ranks ({}){room}",
+        bytes(on_gpu),
+        bytes(on_cpus)
+    );
+    if resident < all {
+        let cores = usable(&available_cores()).saturating_sub(POLLING_CORES);
+        let stream_rows = rates.stream_rows(spec, GPU_PRODUCTS, cores);
+        let group = predict::Group { rates, cores, stream_rows, uploads: 0 };
+        let steps = predict::steps(spec, GPU_PRODUCTS, &group, |layer, moe| held(layer, moe, Rank(0)));
+        let _ = write!(text, "\nsteps             {}", wrap(&steps, 18));
+    }
+    Ok(text)
 }
 
 fn as_json(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String {
@@ -306,10 +335,16 @@ mod tests {
             .unwrap();
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
         let expert = checkpoint.spec().layers[0].as_ref().unwrap().experts.bytes;
-        let text = tiers(checkpoint.spec(), 7 * expert).unwrap();
-        assert!(text.contains(" 6 of 16 experts on the GPU"), "{text}");
-        assert!(tiers(checkpoint.spec(), u64::MAX).unwrap().contains("16 of 16"));
-        assert!(tiers(checkpoint.spec(), expert).unwrap_err().contains("one expert of each layer"));
+        let tiers =
+            |budget, available| super::tiers(checkpoint.spec(), budget, MemoryRates::default(), available);
+        let text = tiers(7 * expert, Some(10 * expert)).unwrap();
+        assert!(text.contains(" 6 of 16 experts on the GPU") && !text.contains("too little"), "{text}");
+        assert!(text.contains("\nsteps             a layer takes about "), "{text}");
+        let text = tiers(7 * expert, Some(8 * expert)).unwrap();
+        assert!(text.contains(&format!("this machine has {} too little", bytes(2 * expert))), "{text}");
+        let text = tiers(u64::MAX, None).unwrap();
+        assert!(text.contains("16 of 16") && !text.contains("steps"), "{text}");
+        assert!(tiers(expert, None).unwrap_err().contains("one expert of each layer"));
     }
 
     #[test]

@@ -18,6 +18,7 @@ pub mod inspect;
 pub mod inventory;
 mod mps;
 pub mod network_agent;
+mod predict;
 pub mod rank;
 pub mod rebalance;
 pub mod reload;

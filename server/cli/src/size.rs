@@ -8,11 +8,12 @@ use clap::Args;
 
 use super::exit::CommandError;
 use super::inspect::{CheckpointArgs, GPU_PRODUCTS};
+use super::predict::{self, MemoryRates};
 use super::serve::division::by_memory;
 use super::serve::kinds::{Kinds, MemorySize, RankNumbers};
 use super::serve::layers;
 use super::serve::plan::{MAX_BYTES_IN_FLIGHT, default_bytes_in_flight, group_shape, read_placement};
-use super::units::{bytes, count};
+use super::units::{bytes, count, wrap};
 use super::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::Limits;
 use expertd_ipc::control::DeviceKind;
@@ -32,6 +33,11 @@ const RANK_BYTES: u64 = 128 << 20;
 const DEVICE_RESERVE: u64 = 2 << 30;
 /// Host memory of a GPU rank beside [`RANK_BYTES`]: its share of the driver and CUDA's modules.
 const CUDA_PROCESS_BYTES: u64 = 1 << 30;
+/// Cores for a rank by default.
+const CORES_OF_CPU_RANK: u32 = 8;
+const CORES_OF_GPU_RANK: u32 = 4;
+/// Columns before the text of a line.
+const INDENT: usize = 13;
 /// Packed weights are padded to whole panels, by less than a tenth.
 const PADDING_TENTHS: u64 = 11;
 
@@ -56,6 +62,9 @@ pub struct SizeArgs {
     /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["placement", "spare_experts"])]
     pub gpu_memory: Option<MemorySize>,
+    /// With --device cuda,cpu: rates by which the time of steps is predicted, as in `serve`
+    #[arg(long, default_value_t = MemoryRates::default(), value_name = "RATES")]
+    pub memory_rates: MemoryRates,
     /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
     #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
     pub mxfp4_compute: Fp8Compute,
@@ -110,21 +119,8 @@ impl MemoryNeeds {
     fn new(spec: &ModelSpec, args: &SizeArgs) -> Result<MemoryNeeds, String> {
         let (sources, workers) = group(args)?;
         let ranks = (sources + workers) as usize;
-        let of_mxfp4 = args.mxfp4_compute == Fp8Compute::Fp8;
-        let products = Fp8Products { of_mxfp4, ..GPU_PRODUCTS };
-        let placement = match (&args.placement, args.gpu_memory) {
-            (Some(path), _) => Some(read_placement(path, spec, ranks)?),
-            (None, Some(budget)) if workers > 0 => {
-                let placed = by_memory(spec, args.device.first, products, budget.0, workers as usize);
-                Some(placed.map_err(|problem| format!("--gpu-memory {problem}"))?)
-            }
-            (None, Some(_)) => return Err("--gpu-memory needs --device cuda,cpu".to_owned()),
-            (None, None) if workers > 0 && args.device.first == DeviceKind::Cuda => {
-                return Err("--device cuda,cpu needs --gpu-memory or --placement".to_owned());
-            }
-            (None, None) => None,
-        };
-        let share = ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources as usize);
+        let products = products(args);
+        let share = share(spec, args)?;
         let held = |layer, moe: &MoeLayer, rank| match args.spare_experts {
             0 => share.held(layer, moe, rank),
             spare => moe.experts.count.div_ceil(ranks).saturating_add(spare).min(moe.experts.count),
@@ -187,6 +183,49 @@ impl MemoryNeeds {
     }
 }
 
+/// The experts whose products GPU ranks compute in FP8.
+fn products(args: &SizeArgs) -> Fp8Products {
+    Fp8Products { of_mxfp4: args.mxfp4_compute == Fp8Compute::Fp8, ..GPU_PRODUCTS }
+}
+
+/// The experts of each rank.
+fn share(spec: &ModelSpec, args: &SizeArgs) -> Result<ExpertShare, String> {
+    let (sources, workers) = group(args)?;
+    let ranks = (sources + workers) as usize;
+    let placement = match (&args.placement, args.gpu_memory) {
+        (Some(path), _) => Some(read_placement(path, spec, ranks)?),
+        (None, Some(budget)) if workers > 0 => {
+            let placed = by_memory(spec, args.device.first, products(args), budget.0, workers as usize);
+            Some(placed.map_err(|problem| format!("--gpu-memory {problem}"))?)
+        }
+        (None, Some(_)) => return Err("--gpu-memory needs --device cuda,cpu".to_owned()),
+        (None, None) if workers > 0 && args.device.first == DeviceKind::Cuda => {
+            return Err("--device cuda,cpu needs --gpu-memory or --placement".to_owned());
+        }
+        (None, None) => None,
+    };
+    Ok(ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources as usize))
+}
+
+/// The expected time of steps; `None` if the group is not of a GPU rank and CPU ranks.
+fn steps(spec: &ModelSpec, args: &SizeArgs) -> Result<Option<String>, String> {
+    let (_, workers) = group(args)?;
+    if workers == 0 || args.device.first != DeviceKind::Cuda {
+        return Ok(None);
+    }
+    let share = share(spec, args)?;
+    let cores =
+        args.cores.map_or(CORES_OF_CPU_RANK * workers, |cores| cores.saturating_sub(CORES_OF_GPU_RANK));
+    let group = predict::Group {
+        rates: args.memory_rates,
+        cores: cores as usize,
+        stream_rows: args.memory_rates.stream_rows(spec, products(args), cores as usize),
+        uploads: 0,
+    };
+    let on_gpu = |layer, moe: &MoeLayer| share.layer(layer, moe).experts_of(Rank(0)).len();
+    Ok(Some(predict::steps(spec, products(args), &group, on_gpu)))
+}
+
 /// Numbers of source ranks and of CPU ranks beside them.
 fn group(args: &SizeArgs) -> Result<(u32, u32), String> {
     let RankNumbers { first, second } = args.ranks;
@@ -218,7 +257,13 @@ fn text(args: &SizeArgs) -> Result<String, String> {
     let checkpoint =
         Checkpoint::open_layers(args.checkpoint.folder(), choice).map_err(|error| error.to_string())?;
     let sizes = MemoryNeeds::new(checkpoint.spec(), args)?;
-    Ok(block(&sizes, args, &checkpoint.spec().held.to_string()))
+    let steps = steps(checkpoint.spec(), args)?.map_or_else(String::new, |text| {
+        // Each line is a comment.
+        let indent = " ".repeat(INDENT);
+        let text = wrap(&text, INDENT).replace(&format!("\n{indent}"), &format!("\n#{}", &indent[1..]));
+        format!("# {:<10} {text}\n", "steps")
+    });
+    Ok(steps + &block(&sizes, args, &checkpoint.spec().held.to_string()))
 }
 
 /// The sizes as comments, and the resources as YAML.
@@ -259,7 +304,7 @@ fn block(sizes: &MemoryNeeds, args: &SizeArgs, held: &str) -> String {
     }
     let memory = sizes.host().div_ceil(1 << 30);
     let gpu_ranks = sizes.gpu_ranks as u32;
-    let cores = args.cores.unwrap_or(4 * gpu_ranks + 8 * (ranks - gpu_ranks));
+    let cores = args.cores.unwrap_or(CORES_OF_GPU_RANK * gpu_ranks + CORES_OF_CPU_RANK * (ranks - gpu_ranks));
     line(
         "cores",
         if args.cores.is_some() {

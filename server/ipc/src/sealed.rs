@@ -133,6 +133,21 @@ impl SealedMemory {
     /// [`SealedError::Unsealed`] or [`SealedError::Empty`] if it is no such memory; [`SealedError::System`] if the kernel
     /// refuses.
     pub fn map(fd: impl AsFd) -> Result<Arc<Self>, SealedError> {
+        Self::map_by(fd, |space, fd, len| space.map(fd, 0, len))
+    }
+
+    /// The same for a device that is to pin the pages, which needs Linux 6.7 or newer.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub fn map_for_device(fd: impl AsFd) -> Result<Arc<Self>, SealedError> {
+        Self::map_by(fd, |space, fd, len| space.map_shared(fd, len))
+    }
+
+    fn map_by<F: AsFd>(
+        fd: F,
+        map: impl FnOnce(&mut AddressSpace, &F, usize) -> Result<(), Errno>,
+    ) -> Result<Arc<Self>, SealedError> {
         let name = "weights that another process sealed";
         let seals =
             rustix::fs::fcntl_get_seals(&fd).map_err(|error| failed("read the seals of", name, error))?;
@@ -147,7 +162,8 @@ impl SealedMemory {
             return Err(SealedError::Empty);
         }
         // Huge pages are mapped as such only at addresses that are multiples of their size.
-        let mapped = AddressSpace::reserve(len).and_then(|mut space| space.map(&fd, 0, len).map(|()| space));
+        let mapped =
+            AddressSpace::reserve(len).and_then(|mut space| map(&mut space, &fd, len).map(|()| space));
         let space = mapped.map_err(|error| failed(&format!("map the {found} bytes of"), name, error))?;
         Ok(Arc::new(SealedMemory { space, len }))
     }
@@ -201,6 +217,10 @@ mod tests {
         let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         assert!(rustix::fs::fallocate(&fd, punch, 0, 4096).is_err());
         let memory = SealedMemory::map(&fd).unwrap();
+        // Kernels before 6.7 refuse it.
+        if let Ok(for_device) = SealedMemory::map_for_device(&fd) {
+            assert!((*for_device).as_ref() == (*memory).as_ref());
+        }
         drop(fd);
         memory.populate();
         let bytes = (*memory).as_ref();

@@ -122,11 +122,23 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let windows = joining.next_fd("the windows")?;
     let weights = joining.next_fd("the weights")?;
     let group = (setup.shape.ranks as usize, setup.shape.sources as usize);
-    let weights = map(weights, setup.rank, group, &setup.fingerprint, setup.fp8_products)
-        .map_err(|error| (FailureKind::Load, error.to_string()))?;
+    let map = |fd, rank| {
+        map(fd, rank, group, &setup.fingerprint, setup.fp8_products)
+            .map_err(|error| (FailureKind::Load, error.to_string()))
+    };
+    // The source maps its share twice: once alone, and once with the shares of all other ranks.
+    let again = weights.try_clone().map_err(setup_failure)?;
+    let weights = map(weights, setup.rank)?;
+    let mut all = Vec::new();
+    if setup.shape.is_mixed() && setup.rank.0 < setup.shape.sources {
+        all.push(map(again, setup.rank)?);
+        for rank in setup.shape.sources..setup.shape.ranks {
+            all.push(map(joining.next_fd("the weights of CPU ranks")?, Rank(rank))?);
+        }
+    }
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");
-    let parts = Parts { pool, weights, row_counts: joining.row_counts.clone() };
+    let parts = Parts { pool, weights, all, row_counts: joining.row_counts.clone() };
     let (weight_bytes, device) = (parts.weights.weight_bytes, parts.device());
     let engine: Box<dyn StepEngine> = if !setup.shape.is_mixed() {
         let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
@@ -147,6 +159,8 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 struct Parts {
     pool: rayon::ThreadPool,
     weights: MappedWeights,
+    /// On the source of a mixed group: the shares of all ranks.
+    all: Vec<MappedWeights>,
     row_counts: RowCounts,
 }
 
@@ -160,7 +174,7 @@ impl Parts {
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
     fn new(setup: &RankSetup, group: CpuGroup, parts: Parts) -> Self {
-        let Parts { pool, weights, row_counts } = parts;
+        let Parts { pool, weights, row_counts, .. } = parts;
         let MappedWeights { spec, layers, .. } = weights;
         let threads = pool.current_num_threads();
         let workspace = workspace(&spec, &layers, &setup.shape, threads);
@@ -246,7 +260,7 @@ impl StepEngine for CpuEngine {
 
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows }))
+        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows, copied_bytes: 0 }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

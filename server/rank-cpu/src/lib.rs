@@ -18,7 +18,7 @@ pub use config::{ConfigError, EpConfig, MAX_RANKS, MAX_SLOTS, MAX_TOP_K};
 pub use engine::load;
 pub use error::EpError;
 pub use group::{CpuGroup, HostRouting};
-pub use weights::{WeightsError, pack};
+pub use weights::{HeldExperts, WeightsError, pack};
 
 use std::sync::Arc;
 use std::time::Duration;

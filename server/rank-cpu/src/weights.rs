@@ -4,6 +4,10 @@
 //! follows it as JSON. The index describes the model and names, in the order of layers, where the packed matrices and
 //! small vectors lie. All places are offsets from the beginning of the memory, so that each process maps it anywhere.
 
+mod held;
+
+pub use held::HeldExperts;
+
 use std::mem::size_of;
 use std::ops::Range;
 use std::os::fd::OwnedFd;

@@ -113,6 +113,13 @@ impl Stored {
         }
     }
 
+    /// Whether a GPU of a mixed group can copy these weights from CPU ranks: a kernel rewrites what they hold.
+    #[must_use]
+    pub fn is_copied(self, products: Fp8Products) -> bool {
+        let is_plain = matches!(self.format, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32);
+        is_plain && self.on_device(products) == DeviceFormat::Bf16
+    }
+
     /// The format of these weights on GPU ranks, for people: what it is, and why.
     #[must_use]
     pub fn explain(self, products: Fp8Products) -> String {

@@ -29,6 +29,8 @@ pub struct StepReport {
     pub received_rows: usize,
     /// Number of pairs of row and expert that this rank computed.
     pub expert_rows: usize,
+    /// Bytes of weights that were copied from host memory to the device since the report before.
+    pub copied_bytes: u64,
 }
 
 /// Why a rank's part of a step failed.

@@ -265,6 +265,7 @@ impl ReadyRank {
                 completion.phase_ns = report.phases.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX));
                 completion.received_rows = report.received_rows as u32;
                 completion.expert_rows = report.expert_rows as u32;
+                completion.copied_bytes = report.copied_bytes;
             }
             Err(fault) => {
                 tracing::error!(step = step.step, %fault, "step failed");

@@ -18,6 +18,7 @@ pub struct StepMetrics {
 struct RankMetrics {
     tokens: Counter,
     expert_rows: Counter,
+    copied_bytes: Counter,
     phases: [Histogram; 7],
 }
 
@@ -41,11 +42,19 @@ impl StepMetrics {
     }
 
     /// Records one rank's part of a step: the tokens that it was the source of, the pairs of row and expert that it
-    /// computed, and the duration of each phase in the order of [`Phase::ALL`].
-    pub fn rank(&self, rank: usize, tokens: u64, expert_rows: u64, phases: &[Duration; 7]) {
+    /// computed, the bytes of weights that it copied to its device, and the duration of each phase in the order of [`Phase::ALL`].
+    pub fn rank(
+        &self,
+        rank: usize,
+        tokens: u64,
+        expert_rows: u64,
+        copied_bytes: u64,
+        phases: &[Duration; 7],
+    ) {
         let Some(metrics) = self.ranks.get(rank) else { return };
         metrics.tokens.increment(tokens);
         metrics.expert_rows.increment(expert_rows);
+        metrics.copied_bytes.increment(copied_bytes);
         for (histogram, time) in metrics.phases.iter().zip(phases) {
             histogram.record(time.as_secs_f64());
         }
@@ -58,6 +67,7 @@ impl RankMetrics {
         RankMetrics {
             tokens: counter!(names::RANK_TOKENS_TOTAL, "rank" => rank.clone()),
             expert_rows: counter!(names::RANK_EXPERT_ROWS_TOTAL, "rank" => rank.clone()),
+            copied_bytes: counter!(names::RANK_COPIED_BYTES_TOTAL, "rank" => rank.clone()),
             phases: Phase::ALL.map(
                 |phase| histogram!(names::PHASE_DURATION_SECONDS, "rank" => rank.clone(), "phase" => phase.name()),
             ),

@@ -92,6 +92,8 @@ metrics_table! {
     /// Rows that a rank's experts computed: one for each token and chosen expert. The imbalance of expert load is the
     /// largest rank's rate divided by the mean rate.
     RANK_EXPERT_ROWS_TOTAL = "expertd_rank_expert_rows_total", Kind::Counter, Count, ["rank"];
+    /// Bytes of weights that a rank has copied from host memory to its GPU since it serves, in a mixed group.
+    RANK_COPIED_BYTES_TOTAL = "expertd_rank_copied_bytes_total", Kind::Counter, Bytes, ["rank"];
     /// Imbalance of a layer's expert load over the last minute: rows of the rank with the most, divided by the mean over
     /// ranks; 1 is perfect. A layer without rows keeps its value.
     LAYER_IMBALANCE = "expertd_layer_imbalance", Kind::Gauge, Count, ["layer"];

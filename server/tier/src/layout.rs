@@ -5,6 +5,7 @@
 //! claims      one word for each rank, the source first
 //! per slot:
 //!   sent      the source's word
+//!   spared    the source's word of a step without work for CPU ranks
 //!   ids       [max_tokens, k] i32, where k is that of the step
 //!   weights   [max_tokens, k] f32
 //!   rows      [max_tokens, stride] bf16
@@ -75,6 +76,8 @@ pub struct TierShape {
 pub struct SlotPlaces {
     /// The source's word.
     pub sent: usize,
+    /// The source's word of a step without work for CPU ranks.
+    pub spared: usize,
     /// Ids of experts; -1 for a choice that no CPU rank computes.
     pub ids: usize,
     /// Routing weights.
@@ -114,6 +117,7 @@ impl TierLayout {
         for _ in 0..slots {
             let mut slot = SlotPlaces {
                 sent: layout.page(size_of::<u64>())?,
+                spared: layout.line(size_of::<u64>())?,
                 ids: layout.line(area(max_top_k, size_of::<i32>()))?,
                 weights: layout.line(area(max_top_k, size_of::<f32>()))?,
                 rows: layout.page(area(shape.stride(), size_of::<u16>()))?,
@@ -225,6 +229,7 @@ impl TierShape {
 #[derive(Clone, Debug)]
 pub(crate) struct Sent {
     pub(crate) word: SharedSlice<u64>,
+    pub(crate) spared: SharedSlice<u64>,
     pub(crate) ids: SharedSlice<i32>,
     pub(crate) weights: SharedSlice<f32>,
     pub(crate) rows: SharedSlice<u16>,
@@ -244,6 +249,7 @@ impl TierLayout {
         let of = |slot: &SlotPlaces| {
             Ok(Sent {
                 word: region.slice(slot.sent, 1)?,
+                spared: region.slice(slot.spared, 1)?,
                 ids: region.slice(slot.ids, max_tokens * max_top_k)?,
                 weights: region.slice(slot.weights, max_tokens * max_top_k)?,
                 rows: region.slice(slot.rows, max_tokens * self.shape.stride())?,

@@ -7,6 +7,9 @@
 //!    (zeros if the row chose none of them), writes the sums ([`WorkerWire::step`]) and stores its word `done` ([`WorkerWire::finish`]).
 //! 3. The source looks for these words ([`SourceWire::arrived`]) and adds the sums in the order of ranks.
 //!
+//! A source that computes all experts of a step by itself sends no rows: it stores the step's word at `spared`, then at `sent`
+//! ([`SourceWire::spare`]), and CPU ranks complete the step without sums.
+//!
 //! Words are `generation << 40 | sequence`, where the sequence is that of the router's step descriptor, which all ranks of the step
 //! have. No word says that a slot may be written again, because the router launches a step in a slot only after every rank has
 //! completed the slot's previous step: the source has read the sums by then, and CPU ranks have read the rows.
@@ -21,12 +24,13 @@
 #![allow(unsafe_code, reason = "makes slices of shared memory while the protocol assigns it to this rank")]
 
 mod layout;
+pub mod slots;
 mod source;
 mod worker;
 
 pub use layout::{MAX_WORKERS, SlotPlaces, TierLayout, TierShape, WireError};
 pub use source::{Outgoing, SourceWire};
-pub use worker::{Incoming, WorkerWire};
+pub use worker::{Arrival, Incoming, WorkerWire};
 
 use std::time::{Duration, Instant};
 

@@ -117,6 +117,17 @@ impl SourceWire {
         self.sent[slot.index()].word.atomics()[0].store(word(self.generation, sequence), Ordering::Release);
     }
 
+    /// Tells all CPU ranks that the source computes the step by itself: no rows follow, and no sums are expected. Never waits.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn spare(&mut self, slot: Slot, sequence: Sequence) {
+        let spared = &self.sent[slot.index()].spared.atomics()[0];
+        // Ordered by the release of `send`.
+        spared.store(word(self.generation, sequence), Ordering::Relaxed);
+        self.send(slot, sequence);
+    }
+
     /// Whether the sums of every CPU rank have arrived. Never waits.
     ///
     /// # Errors

@@ -36,6 +36,15 @@ pub struct Incoming<'a> {
     pub rows: &'a [bf16],
 }
 
+/// What the source has said about a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// Its rows have come.
+    Rows,
+    /// The source computes it by itself.
+    Spared,
+}
+
 impl WorkerWire {
     /// Maps the wire, claims the place of `rank`, which is at least 1, and makes the pages present that this rank accesses.
     ///
@@ -80,7 +89,7 @@ impl WorkerWire {
         }
     }
 
-    /// Waits until the source has sent the step's rows: spins for `spin`, then looks again after naps.
+    /// Waits until the source has sent the step's rows, or has said that it needs no sums: spins for `spin`, then looks again after naps.
     ///
     /// # Errors
     /// If the source does not send them within `limit`, or is at a later step.
@@ -93,12 +102,13 @@ impl WorkerWire {
         sequence: Sequence,
         spin: Duration,
         limit: Duration,
-    ) -> Result<(), WireError> {
+    ) -> Result<Arrival, WireError> {
         let expected = word(self.generation, sequence);
-        let sent = &self.sent[slot.index()].word.atomics()[0];
-        let come = || has_come(sent.load(Ordering::Acquire), expected, "the source rank");
+        let Sent { word: sent, spared, .. } = &self.sent[slot.index()];
+        let come = || has_come(sent.atomics()[0].load(Ordering::Acquire), expected, "the source rank");
         match wait_for(spin, limit, come)? {
-            None => Ok(()),
+            None if spared.atomics()[0].load(Ordering::Relaxed) == expected => Ok(Arrival::Spared),
+            None => Ok(Arrival::Rows),
             Some(waited) => Err(WireError::Late { sequence, waited }),
         }
     }

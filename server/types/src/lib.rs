@@ -9,6 +9,7 @@ mod layers;
 mod phase;
 mod placement;
 mod products;
+pub mod reuse;
 pub mod rows;
 mod usage;
 mod uuid;

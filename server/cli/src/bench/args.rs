@@ -51,6 +51,12 @@ pub struct BenchArgs {
     /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
     #[arg(long, value_name = "SIZE")]
     pub gpu_memory: Option<MemorySize>,
+    /// With --device cuda,cpu: part of --gpu-memory for copies of experts of CPU ranks, as in `serve`
+    #[arg(long, value_name = "SIZE")]
+    pub slot_memory: Option<MemorySize>,
+    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU, as in `serve`
+    #[arg(long, value_name = "ROWS")]
+    pub stream_rows: Option<usize>,
     /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]
     #[arg(long, value_enum)]
     pub fp8_compute: Option<Fp8Compute>,
@@ -86,6 +92,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "1")]
     pub in_flight: NonZeroUsize,
     /// How experts are chosen: gate, uniform, zipf:S (popular experts change with every step), hot:S (the same, but they stay),
+    /// reuse (each row is the next token of a sequence, which tends to use experts again: of 256, the 64 used last have 67 %),
     /// rows:FILE (as often as in the counts that `status --expert-rows` prints), even (all experts get equally many rows), or one-rank
     /// (only those that rank 0 owns without a placement)
     #[arg(long, default_value = "gate")]
@@ -150,6 +157,8 @@ impl BenchArgs {
             model: self.folder.clone().or_else(|| self.model.clone()),
             ranks: Some(self.rank_numbers()),
             gpu_memory: self.gpu_memory,
+            slot_memory: self.slot_memory,
+            stream_rows: self.stream_rows,
             placement: self.placement.clone(),
             skip_memory_check: Some(self.skip_memory_check),
             device: self.device,

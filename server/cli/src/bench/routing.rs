@@ -10,6 +10,7 @@ use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
 use expertd_core::backend::{ExpertRows, GivenRouting};
+use expertd_types::reuse::ReuseSequence;
 use expertd_types::{LayerId, rows};
 
 /// Seed of the order of popularity of [`RoutingRule::Hot`].
@@ -26,6 +27,8 @@ pub enum RoutingRule {
     Zipf(f64),
     /// As [`Zipf`](Self::Zipf), but the order of popularity is the same in every step and layer.
     Hot(f64),
+    /// Each row of a step continues a sequence of its own, which tends to use experts again that it has used recently.
+    Reuse,
     /// At random; each expert of a layer has the weight of the rows that it has computed by these counts.
     Counted(Arc<BTreeMap<LayerId, Vec<u64>>>),
     /// Every expert gets equally many rows, or one row more than others.
@@ -43,6 +46,7 @@ impl FromStr for RoutingRule {
             None if text == "uniform" => Ok(RoutingRule::Uniform),
             None if text == "one-rank" => Ok(RoutingRule::OneRank),
             None if text == "even" => Ok(RoutingRule::Even),
+            None if text == "reuse" => Ok(RoutingRule::Reuse),
             Some((kind @ ("zipf" | "hot"), exponent)) => match exponent.parse::<f64>() {
                 Ok(exponent) if exponent.is_finite() && exponent >= 0.0 => {
                     Ok(if kind == "zipf" { RoutingRule::Zipf(exponent) } else { RoutingRule::Hot(exponent) })
@@ -53,7 +57,7 @@ impl FromStr for RoutingRule {
             },
             Some(("rows", path)) => counted(Path::new(path)),
             _ => Err(format!(
-                "expected gate, uniform, zipf:S, hot:S, rows:FILE, even or one-rank, found `{text}`"
+                "expected gate, uniform, zipf:S, hot:S, reuse, rows:FILE, even or one-rank, found `{text}`"
             )),
         }
     }
@@ -68,6 +72,46 @@ fn counted(path: &Path) -> Result<RoutingRule, String> {
     Ok(RoutingRule::Counted(Arc::new(layers.collect())))
 }
 
+/// What draws depend on, beside the rule.
+#[derive(Debug)]
+pub(super) struct Draws {
+    pub(super) random: SmallRng,
+    /// The sequences of [`RoutingRule::Reuse`], one for each row of a step.
+    sequences: BTreeMap<LayerId, Vec<ReuseSequence>>,
+}
+
+impl Draws {
+    pub(super) fn new(random: SmallRng) -> Draws {
+        Draws { random, sequences: BTreeMap::new() }
+    }
+
+    /// The next token of the first `tokens` sequences of a layer.
+    fn next_tokens(&mut self, layer: LayerId, tokens: usize, experts: usize, k: usize) -> Vec<i32> {
+        let Draws { random, sequences } = self;
+        let mut uniform = || random.random::<f64>();
+        let sequences = sequences.entry(layer).or_default();
+        while sequences.len() < tokens {
+            sequences.push(ReuseSequence::new(experts, &mut uniform));
+        }
+        let mut ids = Vec::with_capacity(tokens * k);
+        for sequence in sequences.iter_mut().take(tokens) {
+            ids.extend(sequence.next_token(k, &mut uniform).iter().map(|&id| id as i32));
+        }
+        ids
+    }
+}
+
+/// The experts `ids [rows, k]` with equal weights.
+fn evenly_weighted(ids: &[i32], k: usize) -> GivenRouting {
+    let share = (1.0 / k as f32).to_le_bytes();
+    GivenRouting {
+        ids: rows::encode_i32(ids),
+        weights: share.iter().copied().cycle().take(ids.len() * 4).collect(),
+        k,
+        as_given: None,
+    }
+}
+
 impl RoutingRule {
     /// Draws the routing of `tokens` rows over a layer's `experts` experts, of which rank 0 owns the first `first_rank`. All weights
     /// are equal. Returns `None` for the gate.
@@ -78,14 +122,22 @@ impl RoutingRule {
         experts: usize,
         first_rank: usize,
         k: usize,
-        random: &mut SmallRng,
+        draws: &mut Draws,
     ) -> Option<GivenRouting> {
+        match self {
+            RoutingRule::Gate => return None,
+            RoutingRule::Reuse => {
+                return Some(evenly_weighted(&draws.next_tokens(layer, tokens, experts, k), k));
+            }
+            _ => {}
+        }
+        let random = &mut draws.random;
         let counted = match self {
             RoutingRule::Counted(layers) => layers.get(&layer).map_or(&[][..], Vec::as_slice),
             _ => &[],
         };
         let weight = |rank: usize| match *self {
-            RoutingRule::Gate | RoutingRule::Uniform | RoutingRule::Even => 1.0,
+            RoutingRule::Gate | RoutingRule::Reuse | RoutingRule::Uniform | RoutingRule::Even => 1.0,
             RoutingRule::Zipf(exponent) | RoutingRule::Hot(exponent) => (rank as f64 + 1.0).powf(-exponent),
             // An expert without rows is chosen only if fewer than k others are left.
             RoutingRule::Counted(_) => counted.get(rank).map_or(0.0, |&rows| rows as f64).max(1e-3),
@@ -97,9 +149,6 @@ impl RoutingRule {
                 }
             }
         };
-        if *self == RoutingRule::Gate {
-            return None;
-        }
         let mut order: Vec<usize> = (0..experts).collect();
         match self {
             RoutingRule::OneRank | RoutingRule::Counted(_) => {}
@@ -125,13 +174,7 @@ impl RoutingRule {
             }
             ids.extend(keys[..k].iter().map(|&(_, expert)| expert as i32));
         }
-        let share = (1.0 / k as f32).to_le_bytes();
-        Some(GivenRouting {
-            ids: rows::encode_i32(&ids),
-            weights: share.iter().copied().cycle().take(tokens * k * 4).collect(),
-            k,
-            as_given: None,
-        })
+        Some(evenly_weighted(&ids, k))
     }
 }
 
@@ -141,8 +184,12 @@ mod tests {
 
     const LAYER: LayerId = LayerId(3);
 
+    fn draws(seed: u64) -> Draws {
+        Draws::new(SmallRng::seed_from_u64(seed))
+    }
+
     fn counts(routing: &RoutingRule) -> Vec<usize> {
-        let mut random = SmallRng::seed_from_u64(7);
+        let mut random = draws(7);
         let mut counts = vec![0; 16];
         for _ in 0..50 {
             let drawn = routing.draw(LAYER, 40, 16, 5, 3, &mut random).expect("not the gate's");
@@ -165,7 +212,7 @@ mod tests {
 
     #[test]
     fn zipf_is_skewed_within_a_step() {
-        let mut random = SmallRng::seed_from_u64(3);
+        let mut random = draws(3);
         let drawn = RoutingRule::Zipf(2.0).draw(LAYER, 200, 64, 16, 1, &mut random).expect("not the gate's");
         let mut counts = [0; 64];
         rows::decode_i32(&drawn.ids).iter().for_each(|&id| counts[id as usize] += 1);
@@ -179,6 +226,24 @@ mod tests {
         assert!(even.iter().all(|n| even[0].abs_diff(*n) <= 50), "{even:?}");
         // 50 steps: with another order in each, no expert would be in nearly every row.
         assert!(hot.iter().any(|&n| n > 1200), "{hot:?}");
+    }
+
+    #[test]
+    fn sequences_use_their_experts_again() {
+        let mut random = draws(5);
+        let mut last: Option<Vec<i32>> = None;
+        let mut again = 0;
+        for _ in 0..400 {
+            let drawn = RoutingRule::Reuse.draw(LAYER, 2, 256, 64, 8, &mut random).expect("not the gate's");
+            let ids = rows::decode_i32(&drawn.ids);
+            assert_eq!((ids.len(), drawn.weights.len()), (16, 64));
+            if let Some(last) = last {
+                again += (0..16).filter(|&at| last[at / 8 * 8..at / 8 * 8 + 8].contains(&ids[at])).count();
+            }
+            last = Some(ids);
+        }
+        // Without reuse 3 % of the experts would be among the eight of the row before.
+        assert!(again > 399 * 16 / 5, "{again}");
     }
 
     #[test]
@@ -199,7 +264,7 @@ mod tests {
 
     #[test]
     fn the_gate_draws_nothing_and_invalid_values_are_refused() {
-        assert!(RoutingRule::Gate.draw(LAYER, 1, 4, 2, 2, &mut SmallRng::seed_from_u64(1)).is_none());
+        assert!(RoutingRule::Gate.draw(LAYER, 1, 4, 2, 2, &mut draws(1)).is_none());
         assert_eq!("zipf:1.5".parse(), Ok(RoutingRule::Zipf(1.5)));
         assert_eq!("hot:0".parse(), Ok(RoutingRule::Hot(0.0)));
         assert!("zipf:-1".parse::<RoutingRule>().is_err());

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer};
 
+use crate::predict::MemoryRates;
 use expertd_ipc::control::DeviceKind;
 
 /// The device of all ranks, or in a mixed group that of its source rank and `cpu` for the others: `cuda`, `cuda,cpu`.
@@ -141,7 +142,7 @@ macro_rules! deserialize_parsed {
         }
     )* };
 }
-deserialize_parsed!(Kinds, RankNumbers, MemorySize);
+deserialize_parsed!(Kinds, RankNumbers, MemorySize, MemoryRates);
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

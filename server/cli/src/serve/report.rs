@@ -10,6 +10,7 @@ use indicatif::{HumanCount, ProgressBar, ProgressStyle};
 use super::plan::ServePlan;
 use super::settings::{SettingSource, ShownSetting};
 use crate::mps;
+use crate::predict;
 use crate::units::{bytes, wrap};
 use crate::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::{Backend, RankState, ServiceState};
@@ -119,6 +120,9 @@ pub fn plan(plan: &ServePlan) -> String {
     }
     if shape.is_mixed() {
         line("tiers", tiers(plan));
+        if let Some(text) = steps(plan) {
+            line("steps", text);
+        }
     }
     if let Some(text) = weights(plan) {
         line("weights", text);
@@ -192,10 +196,33 @@ fn tiers(plan: &ServePlan) -> String {
             cluster.device()
         );
     }
+    let streamed = match cluster.stream_rows {
+        usize::MAX => String::new(),
+        rows => format!("; rank 0 computes all experts of steps of {rows} rows and more"),
+    };
     format!(
-        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory",
+        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory\
+         {streamed}",
         bytes(on_cpus),
     )
+}
+
+/// The expected time of steps; `None` if no CPU rank computes beside a GPU rank.
+fn steps(plan: &ServePlan) -> Option<String> {
+    let ServePlan { spec, cluster, .. } = plan;
+    let (ranks, sources) = (cluster.shape.ranks as usize, cluster.shape.sources as usize);
+    let placement = cluster.checkpoint.placement.clone();
+    let share = ExpertShare::of_rank(Rank(0), ranks, placement).with_sources(sources);
+    let on_gpu = |layer, moe: &MoeLayer| share.layer(layer, moe).experts_of(Rank(0)).len();
+    let misses = spec.moe_layers().any(|(layer, moe)| on_gpu(layer, moe) < moe.experts.count);
+    let group = predict::Group {
+        rates: plan.memory_rates,
+        cores: cluster.cores.iter().skip(sources).map(Vec::len).sum(),
+        stream_rows: cluster.stream_rows,
+        uploads: 0,
+    };
+    (misses && cluster.device() == DeviceKind::Cuda)
+        .then(|| predict::steps(spec, cluster.fp8_products, &group, on_gpu))
 }
 
 /// How to call and watch a service with these addresses. Clients that connect over TCP need `access`.
@@ -344,6 +371,21 @@ mod tests {
         assert!(all.contains("all 16 experts") && all.contains("leave them out (--device cpu)"), "{all}");
         let some = tiers(&mixed(SynthFormat::Bf16, "800K"));
         assert!(some.contains("of 16 experts on rank 0 (0 of 2 layers whole)"), "{some}");
+    }
+
+    #[test]
+    fn the_time_of_steps_is_predicted_where_a_gpu_and_cpus_compute() {
+        let mut some = mixed(SynthFormat::Bf16, "800K");
+        assert_eq!(steps(&some), None, "rank 0 is on a CPU");
+        some.cluster.devices[0] = DeviceKind::Cuda;
+        let text = steps(&some).unwrap();
+        assert!(text.contains("for 1, 8, 64, 2048 rows") && text.contains("host=85"), "{text}");
+        let shown = plan(&some);
+        assert!(shown.contains("    steps  a layer takes about"), "{shown}");
+        assert!(shown.lines().all(|line| line.chars().count() <= crate::units::COLUMNS), "{shown}");
+        let mut all = mixed(SynthFormat::Bf16, "1G");
+        all.cluster.devices[0] = DeviceKind::Cuda;
+        assert_eq!(steps(&all), None, "CPU ranks never compute");
     }
 
     #[test]

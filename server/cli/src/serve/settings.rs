@@ -11,6 +11,7 @@ use expertd_scheduler::OnFault;
 use expertd_types::{Fp8Compute, GpuPath};
 
 use super::kinds::{Kinds, MemorySize, RankNumbers};
+use crate::predict::MemoryRates;
 
 /// Source of a setting's value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,7 +77,7 @@ macro_rules! show_quoted {
         $(impl Show for $ty { fn show(&self) -> String { toml::Value::String(self.to_string()).to_string() } })*
     };
 }
-show_quoted!(String, Kinds, OnFault, Fp8Compute, GpuPath, std::path::Display<'_>);
+show_quoted!(String, Kinds, MemoryRates, OnFault, Fp8Compute, GpuPath, std::path::Display<'_>);
 
 impl Show for RankNumbers {
     fn show(&self) -> String {
@@ -202,6 +203,12 @@ settings! {
     device: Kinds = None, env "EXPERTD_DEVICE", in "Ranks and devices";
     /// With --device cuda,cpu: memory for weights on the GPU, such as 40GiB; it gets as many of each layer's first experts as fit
     gpu_memory: MemorySize = None, env "EXPERTD_GPU_MEMORY", in "Ranks and devices";
+    /// With --device cuda,cpu: part of --gpu-memory for copies of those experts of CPU ranks that are used most, such as 20GiB; they change
+    /// while the service runs [default: none]
+    slot_memory: MemorySize = None, env "EXPERTD_SLOT_MEMORY", in "Ranks and devices";
+    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU and computed there; 0: none
+    /// are [default: where the copies take less time than the CPUs]
+    stream_rows: usize = None, env "EXPERTD_STREAM_ROWS", in "Ranks and devices";
     /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
     /// ones everywhere [default: auto]
     gpu_path: GpuPath = None, env "EXPERTD_GPU_PATH", in "Ranks and devices";
@@ -273,6 +280,9 @@ settings! {
     slots: u32 = Some(2), env "EXPERTD_SLOTS", in "Ranks and devices";
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
     cores: String = None, env "EXPERTD_CORES", in "Ranks and devices";
+    /// With --device cuda,cpu: rates by which the plan predicts the time of steps, such as gpu=4000,host=85,pcie=55 in GB/s,
+    /// gpu-tflops=530, core-gflops=59 [default: these, measured with an H200 and with 14 threads beside an H100]
+    memory_rates: MemoryRates = Some(MemoryRates::default()), env "EXPERTD_MEMORY_RATES", in "Ranks and devices";
     /// A rank without a heartbeat for this long ends the generation, in milliseconds [default: 1000]
     liveness_timeout_ms: u64 = Some(1000), env "EXPERTD_LIVENESS_TIMEOUT_MS", in "Timeouts and faults";
     /// A generation whose ranks are not ready this long after their start ends, in milliseconds [default: 300000]
@@ -374,12 +384,12 @@ mod tests {
             got.shown().iter().map(|s| format!("{}={}", s.name, s.value.as_deref().unwrap_or("-"))).collect();
         assert_eq!(
             shown.join(" "),
-            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_memory=- gpu_path=- gpu_cache_dir=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
+            "model=- model_name=- layers=- placement=- ranks=- gpus=- share_gpu=false device=- gpu_memory=- slot_memory=- stream_rows=- gpu_path=- gpu_cache_dir=- fp8_compute=- mxfp4_compute=- listen=\"127.0.0.1:50051\" admin_listen=- \
              session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
+             max_wait_us=0 slots=2 cores=- memory_rates=\"gpu=4000,host=85,pcie=55,gpu-tflops=530,core-gflops=59\" liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }

@@ -170,7 +170,10 @@ fn a_mixed_group_has_weights_in_both_memories() {
     {
         assert!(mixed.contains(part), "{part} is not in {mixed}");
     }
-    assert!(!all.contains("# wire"), "{all}");
+    assert!(!all.contains("# wire") && !all.contains("# steps"), "{all}");
+    assert!(mixed.starts_with("# steps      a layer takes about"), "{mixed}");
+    let is_comment = |line: &str| line.starts_with("# ") && line.chars().count() <= crate::units::COLUMNS;
+    assert!(mixed.lines().take_while(|line| *line != "resources:").all(is_comment), "{mixed}");
     let refused = |more: &[&str]| {
         let dir = tempfile::tempdir().unwrap();
         synth::write(&SynthConfig::new("mixtral"), dir.path()).unwrap();

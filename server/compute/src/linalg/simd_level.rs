@@ -86,7 +86,8 @@ impl SimdLevel {
     }
 
     /// Output features per panel of packed weights: two vectors.
-    pub(crate) const fn panel_width(self) -> usize {
+    #[must_use]
+    pub const fn panel_width(self) -> usize {
         match self {
             SimdLevel::Portable | SimdLevel::Avx2 => 16,
             SimdLevel::Avx512 => 32,

@@ -47,6 +47,10 @@ pub struct ClusterConfig {
     pub forming_timeout: Duration,
     /// A step that takes longer is a fault.
     pub step_timeout: Duration,
+    /// In a mixed group: least number of rows of a step for which the source computes the experts of CPU ranks, too.
+    pub stream_rows: usize,
+    /// In a mixed group: memory of the source's device for copies of experts of CPU ranks that change between steps, in bytes.
+    pub slot_bytes: u64,
     /// Environment variables that ranks get in addition to the router's.
     pub environment: Vec<(String, String)>,
 }

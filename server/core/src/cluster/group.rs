@@ -169,6 +169,12 @@ impl Group {
         let mut fds = vec![self.channel.fd(), bell.fd(), row_counts.fd()];
         fds.extend(self.windows.as_ref().map(|windows| windows.as_fd()));
         fds.extend(weights.share(rank));
+        if self.config.shape.is_mixed() && rank.0 < self.config.shape.sources {
+            fds.extend(
+                (self.config.shape.sources..self.config.shape.ranks)
+                    .flat_map(|other| weights.share(Rank(other))),
+            );
+        }
         ChildProcess::spawn_rank(&setup, &fds, &self.config.environment, events, bell.clone())
     }
 
@@ -380,6 +386,8 @@ fn rank_setup(
         peer_timeout: config.peer_timeout,
         step_timeout: config.step_timeout,
         heartbeat: config.heartbeat(),
+        stream_rows: config.stream_rows,
+        slot_bytes: config.slot_bytes,
     }
 }
 

@@ -102,10 +102,12 @@ pub struct Completion {
     pub received_rows: u32,
     /// Number of pairs of row and expert that this rank computed.
     pub expert_rows: u32,
+    /// Bytes of weights that were copied from host memory to this rank's device for the step, or since the step before.
+    pub copied_bytes: u64,
     /// Number of bytes of `message` in use.
     pub message_len: u64,
     /// Reason of a failure, in UTF-8.
-    pub message: [u8; 168],
+    pub message: [u8; 160],
 }
 
 impl Completion {

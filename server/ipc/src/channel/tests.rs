@@ -262,6 +262,6 @@ fn a_channel_of_another_shape_is_not_joined() {
 fn long_messages_are_cut_between_characters() {
     let mut completion = Completion::zeroed();
     completion.fail(&"é".repeat(200));
-    assert_eq!(completion.text(), "é".repeat(84));
+    assert_eq!(completion.text(), "é".repeat(80));
     assert_eq!(completion.failed, 1);
 }

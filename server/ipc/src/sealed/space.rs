@@ -41,12 +41,22 @@ impl AddressSpace {
 
     /// Shows `len` bytes of `file` from `offset` on, for reading, in place of what was mapped before.
     pub(super) fn map(&mut self, file: impl AsFd, offset: u64, len: usize) -> Result<(), Errno> {
+        // Shared mappings of memory that is sealed against writes need Linux 6.7; a private one that is never written
+        // shows the same pages.
+        self.map_as(MapFlags::PRIVATE, file, offset, len)
+    }
+
+    /// The same as a shared mapping, whose pages a device can pin. The kernel would give a private one copies of pages that are pinned, and
+    /// never ends if they are huge.
+    pub(super) fn map_shared(&mut self, file: impl AsFd, len: usize) -> Result<(), Errno> {
+        self.map_as(MapFlags::SHARED, file, 0, len)
+    }
+
+    fn map_as(&mut self, kind: MapFlags, file: impl AsFd, offset: u64, len: usize) -> Result<(), Errno> {
         if len > self.reserved - HUGE {
             return Err(Errno::NOMEM);
         }
-        let flags = MapFlags::PRIVATE | MapFlags::FIXED;
-        // Shared mappings of memory that is sealed against writes need Linux 6.7; a private one that is never written
-        // shows the same pages.
+        let flags = kind | MapFlags::FIXED;
         // SAFETY: the range lies within the addresses that this value has reserved (checked), and `&mut self` shows that
         // nothing borrows what it replaces.
         unsafe { rustix::mm::mmap(self.base.as_ptr().cast(), len, ProtFlags::READ, flags, file, offset) }?;

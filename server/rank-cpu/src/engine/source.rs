@@ -1,5 +1,6 @@
 //! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns beside the other
-//! ranks.
+//! ranks. Steps of many rows it computes alone, as a source on a GPU does that copies the other experts for them; here their weights are
+//! read where they lie.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, HostMemories, PhaseClock, StepEngine, StepFault, StepReport};
 use expertd_tier::{SourceWire, TierShape, WireError};
-use expertd_types::{MemoryId, Phase, Rank, Sequence, Slot};
+use expertd_types::{ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
@@ -27,6 +28,9 @@ pub(super) struct SourceEngine {
     pool: rayon::ThreadPool,
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
+    /// The layers with the experts of all ranks, for steps of at least `stream_rows` rows.
+    whole_layers: Vec<Option<RankLayer>>,
+    stream_rows: usize,
     buffers: StepBuffers,
     grouped: GroupedRows,
     workspace: Workspace,
@@ -44,15 +48,16 @@ pub(super) struct SourceEngine {
 impl SourceEngine {
     /// Joins the group whose wire is `wire`.
     pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: Parts) -> Result<Self, WireError> {
-        let Parts { pool, weights, row_counts } = parts;
+        let Parts { pool, weights, all, row_counts } = parts;
         let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire)?;
         let (spec, layers, threads) = (weights.spec, weights.layers, pool.current_num_threads());
+        let whole_layers = whole(all.into_iter().map(|share| share.layers));
         Ok(SourceEngine {
             wire,
             hidden: setup.shape.hidden,
             buffers: StepBuffers::new(&spec, &setup.shape),
             grouped: GroupedRows::default(),
-            workspace: workspace(&spec, &layers, &setup.shape, threads),
+            workspace: workspace(&spec, &whole_layers, &setup.shape, threads),
             gate_scratch: GateScratch::new(spec.hidden, threads),
             sigmoids: vec![0.0; setup.shape.max_tokens_per_rank],
             rank: setup.rank,
@@ -62,8 +67,31 @@ impl SourceEngine {
             limit: setup.step_timeout,
             pool,
             layers,
+            whole_layers,
+            stream_rows: setup.stream_rows,
         })
     }
+}
+
+/// The layers of a rank that holds what all ranks hold, of which the first one is the source. An expert is in one share.
+fn whole(shares: impl Iterator<Item = Vec<Option<RankLayer>>>) -> Vec<Option<RankLayer>> {
+    let join = |mut all: Vec<Option<RankLayer>>, share: Vec<Option<RankLayer>>| {
+        for (all, layer) in all.iter_mut().zip(share) {
+            let (Some(all), Some(layer)) = (all, layer) else { continue };
+            all.mine.extend(layer.mine);
+            all.experts.extend(layer.experts);
+        }
+        all
+    };
+    let mut layers = shares.reduce(join).unwrap_or_default();
+    for layer in layers.iter_mut().flatten() {
+        for (index, &expert) in (0..).zip(&layer.mine) {
+            layer.local[expert as usize] = index;
+        }
+        layer.owners = ExpertOwners::new(vec![vec![Rank(0)]; layer.local.len()]);
+        layer.is_whole = true;
+    }
+    layers
 }
 
 impl StepEngine for SourceEngine {
@@ -94,6 +122,12 @@ impl StepEngine for SourceEngine {
         step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
         clock.end(Phase::Gate);
 
+        let mut layer = &*layer;
+        if !layer.is_whole && tokens >= self.stream_rows {
+            self.wire.spare(slot, sequence);
+            let whole = self.whole_layers.get(step.layer as usize).and_then(Option::as_ref);
+            layer = whole.ok_or(StepFault::Layer(step.layer))?;
+        }
         if !layer.is_whole {
             let stride = self.wire.shape().stride();
             self.wire.begin(slot);
@@ -143,7 +177,7 @@ impl StepEngine for SourceEngine {
 
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows }))
+        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes: 0 }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

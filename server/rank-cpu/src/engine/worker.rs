@@ -10,7 +10,7 @@ use expertd_ipc::control::RankSetup;
 use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::{PhaseClock, StepEngine, StepFault, StepReport};
 use expertd_shm::faults;
-use expertd_tier::{TierShape, WireError, WorkerWire};
+use expertd_tier::{Arrival, TierShape, WireError, WorkerWire};
 use expertd_types::{Phase, Rank, Sequence, Slot};
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
@@ -42,7 +42,7 @@ pub(super) struct WorkerEngine {
 impl WorkerEngine {
     /// Joins the group whose wire is `wire`.
     pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: Parts) -> Result<Self, WireError> {
-        let Parts { pool, weights, row_counts } = parts;
+        let Parts { pool, weights, row_counts, .. } = parts;
         let wire = WorkerWire::join(TierShape::of(&setup.shape), setup.generation, setup.rank, wire)?;
         let (hidden, threads) = (setup.shape.hidden, pool.current_num_threads());
         let elements = setup.shape.max_tokens_per_rank * hidden;
@@ -86,8 +86,12 @@ impl StepEngine for WorkerEngine {
         let layer = self.layers.get(step.layer as usize).and_then(Option::as_ref);
         let layer = layer.ok_or(StepFault::Layer(step.layer))?;
         self.wire.begin(slot);
-        self.wire.wait(slot, sequence, self.spin, self.limit).map_err(StepFault::engine)?;
+        let arrival = self.wire.wait(slot, sequence, self.spin, self.limit).map_err(StepFault::engine)?;
         clock.end(Phase::Dispatch);
+        if arrival == Arrival::Spared {
+            notice.experts_ended(step.sequence);
+            return Ok(Some(StepReport { phases: clock.phases(), ..StepReport::default() }));
+        }
 
         let stride = self.wire.shape().stride();
         let (incoming, sums) = self.wire.step(slot, sequence, tokens, k).map_err(StepFault::engine)?;
@@ -115,6 +119,6 @@ impl StepEngine for WorkerEngine {
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
         count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows }))
+        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes: 0 }))
     }
 }

@@ -33,6 +33,8 @@ pub(super) struct SharedExperts {
 
 /// One layer's MoE block.
 pub(super) struct Layer {
+    /// Its number.
+    pub(super) index: usize,
     pub(super) spec: MoeLayer,
     /// Layers of one class have equal sizes and functions, and share captured graphs.
     pub(super) class: usize,
@@ -68,6 +70,17 @@ pub(super) struct Layers {
     _memory: ShareableMemory,
 }
 
+/// The tables that name slots.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SlotTables {
+    /// `TierParams::resident`.
+    pub(super) resident: u64,
+    /// `CopyOutParams::local_ids`.
+    pub(super) local_ids: u64,
+    /// Physical experts before the slots.
+    pub(super) held: u32,
+}
+
 /// The tables of a placement.
 pub(super) enum Tables {
     /// Of all ranks.
@@ -87,8 +100,10 @@ impl Tables {
 
 /// The tables of a placement in device memory.
 struct DevicePlacement {
-    /// Number of physical experts of each rank, in every layer.
+    /// Number of physical experts of each rank, in every layer, without slots.
     per_rank: u32,
+    /// Number of slots of every layer, in a mixed group.
+    slots: u32,
     /// `None` in a mixed group, where kernels see this rank alone.
     copies: Option<Buffer<u32>>,
     local_ids: Buffer<u32>,
@@ -97,6 +112,11 @@ struct DevicePlacement {
 }
 
 impl DevicePlacement {
+    /// Number of physical experts of each rank.
+    const fn all(&self) -> u32 {
+        self.per_rank + self.slots
+    }
+
     fn new(device: &Device, tables: &Tables, rank: Rank) -> Result<Self, DeviceError> {
         let buffer = |values: &[u32]| Buffer::from_slice(device, values).map(Some);
         let (tables, copies, resident) = match tables {
@@ -104,7 +124,7 @@ impl DevicePlacement {
             Tables::Resident(tables) => (tables, None, buffer(&tables.resident(rank.index()))?),
         };
         let local_ids = Buffer::from_slice(device, &tables.local_ids(rank.index()))?;
-        Ok(DevicePlacement { per_rank: tables.per_rank(), copies, local_ids, resident })
+        Ok(DevicePlacement { per_rank: tables.per_rank(), slots: 0, copies, local_ids, resident })
     }
 }
 
@@ -143,15 +163,39 @@ impl Layers {
         match &self.placement {
             Some(placed) => {
                 let copies = placed.copies.as_ref().map_or(0, Buffer::address);
-                Group { experts: group.ranks * placed.per_rank, copies, ..group }
+                Group { experts: group.ranks * placed.all(), copies, ..group }
             }
             None => Group { experts: routed, copies: 0, ..group },
         }
     }
 
-    /// Number of this rank's physical experts in a layer.
+    /// Number of this rank's physical experts in a layer, slots included.
     pub(super) fn local_experts(&self, layer: &Layer) -> u32 {
+        self.placement.as_ref().map_or(layer.mine.len() as u32, DevicePlacement::all)
+    }
+
+    /// Number of this rank's physical experts in a layer, without slots.
+    pub(super) fn held_experts(&self, layer: &Layer) -> u32 {
         self.placement.as_ref().map_or(layer.mine.len() as u32, |placed| placed.per_rank)
+    }
+
+    /// Adds `slots` physical experts to every layer, to which no expert belongs yet.
+    pub(super) fn add_slots(&mut self, device: &Device, slots: u32) -> Result<(), DeviceError> {
+        let Some(placed) = self.placement.as_mut().filter(|_| slots > 0) else { return Ok(()) };
+        let mut ids = Vec::new();
+        for of_layer in placed.local_ids.read()?.chunks(placed.per_rank.max(1) as usize) {
+            ids.extend_from_slice(of_layer);
+            ids.resize(ids.len() + slots as usize, 0);
+        }
+        placed.local_ids = Buffer::from_slice(device, &ids)?;
+        placed.slots = slots;
+        Ok(())
+    }
+
+    /// The tables in which slots are named.
+    pub(super) fn slot_tables(&self) -> SlotTables {
+        let held = self.placement.as_ref().map_or(0, |placed| placed.per_rank);
+        SlotTables { resident: self.resident(), local_ids: self.local_ids(), held }
     }
 
     /// Address of `CopyOutParams::local_ids`.
@@ -225,6 +269,7 @@ pub(super) fn place(
                 gate: space.take(if is_gated { row } else { 0 }),
             });
             Layer {
+                index: index as usize,
                 spec: moe.clone(),
                 class: class_of(&layers, moe, is_whole),
                 is_whole,

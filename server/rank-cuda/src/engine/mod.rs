@@ -19,6 +19,7 @@ mod fault;
 #[cfg(test)]
 mod gate_tests;
 mod graphs;
+mod host_experts;
 mod injected;
 mod layers;
 pub(crate) mod memories;
@@ -51,6 +52,7 @@ use self::copies::Copies;
 use self::counts::DeviceCounts;
 use self::fault::CudaFault;
 use self::graphs::{Graphs, Half, RowPath, Variant};
+use self::host_experts::CopiedExperts;
 use self::layers::{Layer, Layers};
 use self::memories::Memories;
 use self::parts::{Cut, Parts};
@@ -216,6 +218,13 @@ impl CudaEngine {
         }
     }
 
+    /// Begins to pin the memory of CPU ranks.
+    fn start_copies(&mut self) {
+        if let Some(copied) = self.tier.as_mut().and_then(|tier| tier.copied.as_mut()) {
+            copied.start(&self.device);
+        }
+    }
+
     /// The launches of a step.
     fn launches<'a>(
         &'a self,
@@ -226,13 +235,25 @@ impl CudaEngine {
         half: Half,
         parts: Option<Parts<'a>>,
     ) -> StepLaunches<'a> {
+        let tier = self.tier_of(layer);
+        // A layer that needs CPU ranks is launched in halves unless all experts come to this GPU.
+        let copied = tier.and_then(|tier| tier.copied.as_ref());
+        let streamed = copied.filter(|_| half == Half::Whole);
+        let streamed = streamed.and_then(|copied| copied.step().map(|step| (copied, step)));
+        let group = self.layers.group(layer, self.groups[slot]);
         StepLaunches {
             half,
-            tier: self.tier_of(layer).map(|tier| tier.places(slot)),
+            tier: tier.map(|tier| tier.places(slot)),
+            slots: copied.and_then(CopiedExperts::slots),
+            streamed,
             layer,
             slot: &self.buffers.slots[slot],
             counts: &self.counts,
-            group: Group { top_k, ..self.layers.group(layer, self.groups[slot]) },
+            group: Group {
+                top_k,
+                experts: streamed.map_or(group.experts, |(_, step)| step.count()),
+                ..group
+            },
             staged: match self.copies_of(variant) {
                 Some(copies) if variant.path == RowPath::Converted => copies.staged(slot, self.staged[slot]),
                 _ => self.staged[slot],
@@ -314,6 +335,9 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         // Kernels and copies may still use the memory that is freed next. The step that failed has reported its error.
         let _ = self.device.synchronize();
+        if let Some(copied) = self.tier.as_ref().and_then(|tier| tier.copied.as_ref()) {
+            copied.drain();
+        }
         if let Err(error) = self.windows.health() {
             tracing::debug!(%error, "NCCL error at the end of the group");
         }

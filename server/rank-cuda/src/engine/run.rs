@@ -20,7 +20,7 @@ use super::tier::{Outward, Rest};
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
-use expertd_types::{DType, MemoryId, Phase};
+use expertd_types::{DType, MemoryId, Phase, Sequence};
 
 /// Interval at which a wait for the device asks the driver for errors.
 const QUERY_INTERVAL: Duration = Duration::from_millis(2);
@@ -39,6 +39,10 @@ pub(super) struct Running {
     notified: bool,
     /// What is launched when the sums of CPU ranks have come.
     pub(super) rest: Option<Rest>,
+    /// Bytes of weights that are copied to the device for it.
+    copied_bytes: u64,
+    /// For a layer that has experts on CPU ranks: its number, and whether they all came to the GPU.
+    brought: Option<(usize, bool)>,
 }
 
 /// The wait for the oldest running step.
@@ -80,7 +84,8 @@ impl CudaEngine {
         let is_alone = self.running.is_empty();
         engines.inward_unchanged(slot, &rows, is_alone, &self.stream)?;
         let arrived = engines.arrived(slot);
-        if !is_alone || step.tokens < self.cut.from || self.aligned || half == Half::First {
+        let cuts = self.tier_of(layer).is_none();
+        if !is_alone || step.tokens < self.cut.from || self.aligned || !cuts {
             arrived.wait_event(&self.stream)?;
             self.launch_kernels(step, layer, variant, half, None)?;
             if half == Half::Whole {
@@ -259,10 +264,22 @@ impl StepEngine for CudaEngine {
             true => Vec::new(),
             false => self.memories.place(&segments, staging.segments, converted),
         };
-        let half = self.halves(layer)[0];
+        let mut half = self.halves(layer)[0];
+        let mut copied_bytes = 0;
+        let tables = self.layers.slot_tables();
         if let Some(tier) = self.tier.as_mut().filter(|_| half == Half::First) {
-            tier.begin(slot);
+            let begun = tier.copied.as_mut().map(|copied| copied.begin(step, layer, tables, &self.stream));
+            let (is_streamed, bytes) = begun.transpose()?.unwrap_or((false, 0));
+            copied_bytes = bytes;
+            if is_streamed {
+                half = Half::Whole;
+                tier.spare(step);
+            } else {
+                tier.begin(slot);
+            }
         }
+        let (of_layer, is_streamed) = (layer.index, half == Half::Whole);
+        let needs_cpus = self.tier_of(layer).is_some();
         let (parts, outward) = match carried {
             Some(copies) => {
                 (self.launch_unchanged(step, layer, variant, half, &copies)?, Outward::Unchanged(copies))
@@ -287,6 +304,8 @@ impl StepEngine for CudaEngine {
             parts,
             notified: false,
             rest,
+            copied_bytes,
+            brought: needs_cpus.then_some((of_layer, is_streamed)),
         });
         Ok(None)
     }
@@ -310,7 +329,9 @@ impl StepEngine for CudaEngine {
         if !self.has_ended(sequence, slot, copied)? {
             return Ok(None);
         }
-        let Some(Running { segments, gated, notified, parts, .. }) = self.running.pop_front() else {
+        let Some(Running { segments, gated, notified, parts, mut copied_bytes, brought, .. }) =
+            self.running.pop_front()
+        else {
             return Ok(None);
         };
         self.watch = Watch::start();
@@ -320,6 +341,10 @@ impl StepEngine for CudaEngine {
         }
         if !notified {
             notice.experts_ended(sequence);
+        }
+        let of_cpus = self.tier.as_mut().and_then(|tier| tier.copied.as_mut());
+        if let Some((of_cpus, (layer, is_streamed))) = of_cpus.zip(brought) {
+            copied_bytes += of_cpus.ended(layer, Sequence(sequence), is_streamed)?;
         }
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {
@@ -344,6 +369,7 @@ impl StepEngine for CudaEngine {
             phases,
             received_rows: completion.received as usize,
             expert_rows: completion.assignments as usize,
+            copied_bytes,
         }))
     }
 

@@ -14,6 +14,7 @@ use nccl_sys::{Library, UniqueId};
 
 use super::copies::Copies;
 use super::counts::DeviceCounts;
+use super::host_experts::{CopiedExperts, Copyable, HostExperts};
 use super::layers::{Tables, any_fp8_products, widest};
 use super::open::open;
 use super::step::{Buffers, Sizes};
@@ -38,18 +39,33 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let is_mixed = joining.setup.shape.is_mixed();
     let wire = is_mixed.then(|| joining.next_fd("the wire")).transpose()?;
     let (index, memory) = (joining.next_fd("the index of weights")?, joining.next_fd("the weights")?);
-    let Joining { setup, channel, row_counts, socket, reader, clock, .. } = joining;
     let load_failure = |error: WeightsError| (FailureKind::Load, error.to_string());
-    let weights = HeldWeights::open(setup, index, memory).map_err(load_failure)?;
+    let weights = HeldWeights::open(joining.setup, index, memory).map_err(load_failure)?;
     let spec = weights.spec();
-    clock.end("index of weights");
+    joining.clock.end("index of weights");
+    let of_cpus = is_mixed.then(|| HostExperts::map(&mut joining, spec)).transpose()?;
+    let Joining { setup, channel, row_counts, socket, reader, clock, .. } = joining;
+    clock.end("experts of CPU ranks");
     let gpu = RankGpu::of(setup.rank, &setup.gpus).map_err(setup_failure)?;
     let device = open(gpu.index).map_err(setup_failure)?;
     clock.end("device");
     gpu::check(spec, &setup.shape).map_err(setup_failure)?;
     let tables = weights.tables(is_mixed);
+    let spec = &spec.clone();
+    let mut layers = weights.map(&device, tables.as_ref()).map_err(load_failure)?;
+    clock.end("weights");
+    let copyable = of_cpus.map(|of_cpus| {
+        let held = tables.as_ref().map_or(0, Tables::per_rank);
+        Copyable::new(&device, setup, spec, (&layers.layers, held), of_cpus)
+    });
+    let copyable = copyable.transpose().map_err(setup_failure)?;
+    let slots = copyable.as_ref().map_or(0, Copyable::slots);
+    layers.add_slots(&device, slots).map_err(setup_failure)?;
     let physical = |tables: &Tables| (setup.shape.sources * tables.per_rank()) as usize;
-    let shape = gpu::kernel_shape(&setup.shape, tables.as_ref().map_or(spec.max_experts(), physical));
+    // The source of a mixed group has all experts in some steps.
+    let physical = tables.as_ref().map_or(spec.max_experts(), physical);
+    let physical = if is_mixed { physical.max(spec.max_experts()) + slots as usize } else { physical };
+    let shape = gpu::kernel_shape(&setup.shape, physical);
     let kernels = KernelPath::chosen();
     if kernels == KernelPath::Portable {
         gpu::check_portable(spec, setup.fp8_products).map_err(setup_failure)?;
@@ -65,9 +81,9 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     clock.end("windows");
     let host = pin(&device, channel)?;
     clock.end("pinned staging");
-    let tier = wire.map(|wire| Tier::new(setup, &device, &shape, wire)).transpose()?;
+    let mut tier = wire.map(|wire| Tier::new(setup, &device, &shape, wire)).transpose()?;
     clock.end("wire");
-    let counts = DeviceCounts::new(&device, row_counts, setup.rank).map_err(setup_failure)?;
+    let counts = DeviceCounts::new(&device, row_counts.clone(), setup.rank).map_err(setup_failure)?;
     clock.end("row counts");
     let padding = shape.hidden as usize != setup.shape.hidden;
     let staged = channel.staging_addresses();
@@ -88,8 +104,16 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         Some(Copies::new(&device, &staged, super::poison().is_some()).map_err(no_room)?)
     };
     clock.end("buffers");
-    let layers = weights.map(&device, tables.as_ref()).map_err(load_failure)?;
-    clock.end("weights");
+    if let Some((tier, copyable)) = tier.as_mut().zip(copyable) {
+        let poison = super::poison().is_some();
+        let copied =
+            CopiedExperts::new(&device, setup, copyable, row_counts.clone(), poison).map_err(|error| {
+                let way_out = "lower gpu-memory, or slot-memory, or set stream-rows to 0";
+                setup_failure(format!("cannot allocate memory for experts of CPU ranks: {error}; {way_out}"))
+            })?;
+        tier.copied = Some(copied);
+        clock.end("memory for experts of CPU ranks");
+    }
     let weight_bytes = layers.weight_bytes;
     let name = device.name().map_err(setup_failure)?;
     let usage = device.uuid().ok().and_then(usage::reader);
@@ -106,8 +130,9 @@ pub(crate) fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         }
     );
     let parts = EngineParts { shape, windows, host, tier, counts, layers, buffers, copies };
-    let engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
+    let mut engine = CudaEngine::new(setup, device, parts, &staged).map_err(setup_failure)?;
     clock.end("graphs");
+    engine.start_copies();
     Ok(Loaded { engine: Box::new(engine), weight_bytes, device: describe, usage })
 }
 

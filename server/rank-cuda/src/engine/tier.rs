@@ -15,6 +15,7 @@ use super::CudaEngine;
 use super::copies::UnchangedRows;
 use super::fault::CudaFault;
 use super::graphs::{Half, Variant};
+use super::host_experts::CopiedExperts;
 use super::memories::ClientCopy;
 use super::step::TierPlaces;
 use expertd_ipc::StepDescriptor;
@@ -39,6 +40,8 @@ pub(super) struct Tier {
     generation: u64,
     /// Longest wait for CPU ranks.
     limit: Duration,
+    /// `None` while the rank is set up.
+    pub(super) copied: Option<CopiedExperts>,
 }
 
 /// The rest of a step whose first half is launched.
@@ -98,7 +101,14 @@ impl Tier {
             })
         };
         let slots = wire.places().iter().map(slot).collect::<Result<_, _>>().map_err(setup_failure)?;
-        Ok(Tier { pinned, wire, slots, generation: setup.generation.0, limit: setup.step_timeout })
+        Ok(Tier {
+            pinned,
+            wire,
+            slots,
+            generation: setup.generation.0,
+            limit: setup.step_timeout,
+            copied: None,
+        })
     }
 
     /// The places of a slot, as addresses of the device.
@@ -119,6 +129,11 @@ impl Tier {
             sums_stride: (between / size_of::<f32>()) as u64,
             sums_count: places.sums.len() as u32,
         }
+    }
+
+    /// Tells CPU ranks that a step needs none of them.
+    pub(super) fn spare(&mut self, step: &StepDescriptor) {
+        self.wire.spare(Slot(step.slot), Sequence(step.sequence));
     }
 
     /// Begins a step of a slot, before its first half is launched.

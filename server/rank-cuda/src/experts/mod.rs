@@ -134,6 +134,12 @@ impl CudaExperts {
         self.format
     }
 
+    /// Hidden size, padded.
+    #[must_use]
+    pub const fn hidden(&self) -> usize {
+        self.hidden
+    }
+
     /// Intermediate size, padded.
     #[must_use]
     pub const fn inter(&self) -> usize {

@@ -170,6 +170,109 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
     }
 }
 
+fn weights([gate, up, down]: &[Stored; 3], format: WeightFormat) -> ExpertWeights<'_> {
+    ExpertWeights { gate: gate.view(format), up: up.view(format), down: down.view(format), biases: None }
+}
+
+/// Copies of experts of CPU ranks have the bytes that a loader packs from the same weights, whatever the CPU's panels.
+#[test]
+#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
+fn panels_of_cpu_ranks_become_those_of_the_loader() {
+    use expertd_compute::experts::cpu::CpuExpert;
+    use expertd_compute::linalg::SimdLevel;
+    use expertd_kernels::device::Buffer;
+    use expertd_kernels::experts::{
+        FROM_BF16, FROM_F16, FROM_F32, PACK_DOWN, PACK_GATE_UP, RepackParams, repack,
+    };
+
+    let device = crate::engine::open::open(0).unwrap();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+    let stream = device.stream().unwrap();
+    let mut random = SmallRng::seed_from_u64(11);
+    let stored =
+        [(WeightFormat::Bf16, FROM_BF16), (WeightFormat::F16, FROM_F16), (WeightFormat::F32, FROM_F32)];
+    for (format, source_format) in stored {
+        for (hidden, inter) in [(64, 64), (200, 36), (192, 320), (384, 160)] {
+            let experts: Vec<[Stored; 3]> = (0..EXPERTS)
+                .map(|_| {
+                    [(inter, hidden), (inter, hidden), (hidden, inter)].map(|(rows, cols)| {
+                        let values = (0..rows * cols).map(|_| random.random_range(-2.0..2.0_f32));
+                        let data = match format {
+                            WeightFormat::F16 => {
+                                values.flat_map(|v| half::f16::from_f32(v).to_le_bytes()).collect()
+                            }
+                            WeightFormat::F32 => values.flat_map(f32::to_le_bytes).collect(),
+                            _ => values.flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+                        };
+                        Stored { data, ..Stored::draw(WeightFormat::Bf16, rows, cols, &mut random) }
+                    })
+                })
+                .collect();
+            let read = |fill: &dyn Fn(&CudaExperts)| {
+                let mut space = WeightSpace::counting();
+                let _ = CudaExperts::place(&mut space, DeviceFormat::Bf16, EXPERTS, hidden, inter, false);
+                let memory = ShareableMemory::allocate(&device, space.bytes() as usize).unwrap();
+                // SAFETY: the memory was just allocated.
+                unsafe { fill_device(memory.address(), 0x5a, memory.bytes()) }.unwrap();
+                let mut space = WeightSpace::at(memory.address());
+                fill(&CudaExperts::place(&mut space, DeviceFormat::Bf16, EXPERTS, hidden, inter, false));
+                device.synchronize().unwrap();
+                let mut bytes = vec![0; space.bytes() as usize];
+                // SAFETY: the memory has at least these bytes, and all work on it has ended.
+                unsafe { read_device(memory.address(), &mut bytes) }.unwrap();
+                bytes
+            };
+            let wanted = read(&|placed| {
+                let mut uploader = Uploader::new(&device, &pool, hidden, inter, PackOn::Device).unwrap();
+                for (index, expert) in experts.iter().enumerate() {
+                    uploader.load(placed, index, &weights(expert, format)).unwrap();
+                }
+                uploader.finish().unwrap();
+            });
+            for level in SimdLevel::ALL {
+                let found = read(&|placed| {
+                    let [gate_up_bytes, down_bytes] =
+                        placed.format().matrix_bytes(placed.hidden(), placed.inter());
+                    for (index, expert) in experts.iter().enumerate() {
+                        let packed = CpuExpert::pack_for(level, &weights(expert, format)).unwrap();
+                        let places = [
+                            (PACK_GATE_UP, placed.weights().gate_up, gate_up_bytes),
+                            (PACK_DOWN, placed.weights().down, down_bytes),
+                        ];
+                        for (matrix, (kind, panels, bytes)) in packed.matrices().into_iter().zip(places) {
+                            let source = Buffer::from_slice(&device, matrix.elements()).unwrap();
+                            let form = matrix.form();
+                            let params = RepackParams {
+                                source: source.address(),
+                                panels: panels + (index * bytes) as u64,
+                                experts: 1,
+                                hidden: placed.hidden() as i32,
+                                inter: placed.inter() as i32,
+                                kind,
+                                source_features: (if form.interleaved { form.n / 2 } else { form.n }) as i32,
+                                source_k: form.k as i32,
+                                width: level.panel_width() as i32,
+                                source_format,
+                                ..RepackParams::default()
+                            };
+                            // A copy from memory that is not pinned may end after its call.
+                            device.synchronize().unwrap();
+                            // SAFETY: both matrices have the sizes that the parameters say.
+                            unsafe { repack(&params, stream.raw()) }.unwrap();
+                            stream.synchronize().unwrap();
+                        }
+                    }
+                });
+                let differs = wanted.iter().zip(&found).position(|(loader, copy)| loader != copy);
+                assert_eq!(
+                    differs, None,
+                    "{format}, {level}, {hidden} × {inter}: the first byte that differs"
+                );
+            }
+        }
+    }
+}
+
 /// Memory that is exported and imported again shows the same bytes after the exporter is gone, and cannot be written.
 #[test]
 #[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]

@@ -203,6 +203,14 @@ fn workers(given: &Given, host: &Host<'_>) -> Result<Option<u32>, PlanError> {
             "is given, but only a group with --device cuda,cpu divides experts by it",
         ));
     }
+    if given.stream_rows.0.is_some() {
+        let problem = "is given, but only a group with --device cuda,cpu copies experts for large steps";
+        return Err(value("stream-rows", problem));
+    }
+    if given.slot_memory.0.is_some() {
+        let problem = "is given, but only a group with --device cuda,cpu keeps copies of experts";
+        return Err(value("slot-memory", problem));
+    }
     Ok(None)
 }
 

@@ -26,6 +26,7 @@ use super::layers;
 use super::reload::ReloadRules;
 use super::settings::{Given, SettingSource, SettingsError, ShownSetting};
 use crate::admin::default_admin_address;
+use crate::predict::MemoryRates;
 use expertd_core::backend::{Limits, MAX_NAME_BYTES, ModelInfo};
 use expertd_core::cluster::ClusterConfig;
 use expertd_core::steps::SchedulerConfig;
@@ -95,6 +96,8 @@ pub struct ServePlan {
     pub window_bytes: usize,
     /// Bytes of the channels of all ranks, staging included.
     pub channel_bytes: usize,
+    /// Rates by which the time of steps of a mixed group is predicted.
+    pub memory_rates: MemoryRates,
 }
 
 impl ServePlan {
@@ -128,6 +131,8 @@ impl ServePlan {
         // Before the fingerprint, which may read all weights.
         let division = split::division(&given, &machine);
         let placement = placement(&given, &spec, &machine, division.as_ref())?;
+        let (stream_rows, slot_bytes) =
+            (split::stream_rows(&mut given, &spec, &machine), split::slot_bytes(&given));
         let sizes = Sizes::choose(&mut given, &spec, &machine)?;
         let timeouts = Timeouts::of(&mut given, gpu::is_shared(&machine.gpus))?;
         if given.admin_listen.0.is_none() {
@@ -152,7 +157,11 @@ impl ServePlan {
         let description = serde_json::to_value(&spec).unwrap_or_default();
         Ok(ServePlan {
             model,
-            cluster: cluster(machine, shape, &timeouts, checkpoint, description, given.max_weight_bytes.0),
+            cluster: ClusterConfig {
+                stream_rows,
+                slot_bytes,
+                ..cluster(machine, shape, &timeouts, checkpoint, description, given.max_weight_bytes.0)
+            },
             scheduler,
             listen: listen(&given.listen),
             admin_listen: listen(&given.admin_listen),
@@ -165,6 +174,7 @@ impl ServePlan {
             connections,
             window_bytes,
             channel_bytes,
+            memory_rates: given.memory_rates.0.unwrap_or_default(),
             shown: given.shown(),
             skip_memory_check,
             spec,
@@ -196,7 +206,9 @@ impl ServePlan {
                 Some(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        let found = format!("{needed} MiB, and {available} MiB of memory are available");
+        let missing = needed.saturating_sub(available);
+        let found =
+            format!("{needed} MiB, and {available} MiB of memory are available: {missing} MiB are missing");
         Err(match placement {
             Some(_) if self.cluster.shape.is_mixed() => value(
                 "model",
@@ -285,6 +297,8 @@ fn cluster(
         liveness_timeout: timeouts.liveness,
         forming_timeout: timeouts.forming,
         step_timeout: timeouts.step,
+        stream_rows: usize::MAX,
+        slot_bytes: 0,
         environment,
         gpus,
     }

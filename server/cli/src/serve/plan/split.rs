@@ -1,10 +1,11 @@
-//! The division of a mixed group's experts by the settings.
+//! The division of a mixed group's experts by the settings, and the steps for which all experts come to the GPU.
 
 use super::PlanError;
 use super::machine::Machine;
-use super::values::value;
+use super::values::{derive, value};
 use crate::serve::division::Division;
 use crate::serve::settings::Given;
+use expertd_ipc::control::DeviceKind;
 use expertd_model::ModelSpec;
 use expertd_types::ExpertPlacement;
 
@@ -13,7 +14,7 @@ pub(super) fn division(given: &Given, machine: &Machine) -> Option<Division> {
     machine.is_mixed().then(|| Division {
         device: machine.device,
         products: machine.fp8_products,
-        budget: given.gpu_memory.0.map(|budget| budget.0),
+        budget: given.gpu_memory.0.map(|budget| budget.0.saturating_sub(slot_bytes(given))),
         workers: (machine.ranks - machine.sources) as usize,
     })
 }
@@ -24,4 +25,30 @@ pub(super) fn division(given: &Given, machine: &Machine) -> Option<Division> {
 /// If `gpu-memory` is missing or too small.
 pub(super) fn choose(spec: &ModelSpec, division: &Division) -> Result<ExpertPlacement, PlanError> {
     division.contiguous(spec).map_err(|problem| value("gpu-memory", problem))
+}
+
+/// The part of `gpu-memory` for copies of experts of CPU ranks that change between steps.
+pub(super) fn slot_bytes(given: &Given) -> u64 {
+    given.slot_memory.0.map_or(0, |memory| memory.0)
+}
+
+/// Least number of rows of a step for which the source computes the experts of CPU ranks, too; `usize::MAX` if it never does.
+pub(super) fn stream_rows(given: &mut Given, spec: &ModelSpec, machine: &Machine) -> usize {
+    if !machine.is_mixed() {
+        return usize::MAX;
+    }
+    let cores: usize = machine.shares.iter().skip(machine.sources as usize).map(Vec::len).sum();
+    let cores = cores.clamp(1, machine.usable_cores.max(1));
+    let rates = given.memory_rates.0.unwrap_or_default();
+    let (rows, why) = match machine.device {
+        DeviceKind::Cuda => match rates.stream_rows(spec, machine.fp8_products, cores) {
+            usize::MAX => (0, "no kernel rewrites the format of these experts"),
+            rows => (rows, "where copies of experts take less time than the CPUs, by memory-rates"),
+        },
+        DeviceKind::Cpu => (0, "rank 0 is on a CPU, too"),
+    };
+    match derive(&mut given.stream_rows, rows, why) {
+        0 => usize::MAX,
+        rows => rows,
+    }
 }

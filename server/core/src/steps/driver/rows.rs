@@ -127,7 +127,13 @@ impl Processes {
             for (rank, (completion, tokens)) in ranks.filter(|(_, (completion, _))| completion.sequence != 0)
             {
                 let phases = completion.phase_ns.map(Duration::from_nanos);
-                self.metrics.rank(rank, *tokens as u64, u64::from(completion.expert_rows), &phases);
+                self.metrics.rank(
+                    rank,
+                    *tokens as u64,
+                    u64::from(completion.expert_rows),
+                    completion.copied_bytes,
+                    &phases,
+                );
             }
         }
     }

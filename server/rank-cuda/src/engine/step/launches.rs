@@ -15,6 +15,7 @@ use super::{Buffers, SlotSet, StagedAddresses};
 use crate::engine::counts::DeviceCounts;
 use crate::engine::fault::CudaFault;
 use crate::engine::graphs::Half;
+use crate::engine::host_experts::{Chunk, CopiedExperts, Slots, StreamedStep};
 use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::{DeviceFormat, activation_code};
@@ -47,6 +48,10 @@ pub(in crate::engine) struct StepLaunches<'a> {
     pub(in crate::engine) half: Half,
     /// `None`: the step needs no CPU ranks.
     pub(in crate::engine) tier: Option<TierPlaces>,
+    /// Slots with copies of experts of CPU ranks.
+    pub(in crate::engine) slots: Option<&'a Slots>,
+    /// How all experts of CPU ranks come here, if they do. Such a step is not captured.
+    pub(in crate::engine) streamed: Option<(&'a CopiedExperts, &'a StreamedStep)>,
     pub(in crate::engine) layer: &'a Layer,
     pub(in crate::engine) slot: &'a SlotSet,
     pub(in crate::engine) counts: &'a DeviceCounts,
@@ -111,7 +116,7 @@ impl StepLaunches<'_> {
     /// # Safety
     /// As [`enqueue`](Self::enqueue).
     unsafe fn enqueue_first(&self, step: &Phases<'_>) -> Result<(), CudaFault> {
-        let Phases { layers, on, .. } = step;
+        let Phases { on, .. } = step;
         // SAFETY: the caller keeps all addresses live, for this and every launch below.
         unsafe { step.copy_in()? };
         if self.aligned {
@@ -132,9 +137,13 @@ impl StepLaunches<'_> {
         // SAFETY: as above.
         unsafe { step.dispatch()? };
         // A rank alone has all experts: its combine must not follow dispatch directly.
-        if layers.local_experts(self.layer) > 0 {
+        if step.held_experts() > 0 {
             // SAFETY: as above.
             unsafe { step.routed_experts()? };
+        }
+        if self.tier.is_some() {
+            // SAFETY: as above.
+            unsafe { step.copied_experts()? };
         }
         // SAFETY: as above.
         unsafe { step.shared_experts() }
@@ -210,13 +219,13 @@ impl Phases<'_> {
             tokens: k.tokens.address(),
             topk_ids: k.topk_ids.address(),
             topk_weights: k.topk_weights.address(),
-            resident: layers.resident(),
+            resident: step.streamed.map_or_else(|| layers.resident(), |(_, step)| step.resident),
             local_ids: tier.local_ids,
             local_weights: tier.local_weights,
             sent_ids: tier.sent_ids,
             sent_weights: tier.sent_weights,
             sent_rows: tier.sent_rows,
-            sent: tier.sent,
+            sent: if step.streamed.is_some() { 0 } else { tier.sent },
             failed: tier.failed,
             generation: tier.generation,
             hidden: shape.hidden,
@@ -249,19 +258,63 @@ impl Phases<'_> {
     }
 
     unsafe fn routed_experts(&self) -> Result<(), CudaFault> {
+        let Phases { layers, on, .. } = self;
+        let held =
+            ExpertsParams { layers: layers.experts.address(), ..self.experts_from(0, self.held_experts()) };
+        // SAFETY: the caller keeps all addresses live.
+        unsafe { experts::experts(&held, on.raw())? };
+        Ok(())
+    }
+
+    /// The experts of CPU ranks of which this GPU has a copy, and those that come for the step.
+    unsafe fn copied_experts(&self) -> Result<(), CudaFault> {
+        let step = self.step;
+        let first = self.held_experts();
+        let of_step = step.streamed.map(|(_, of_step)| of_step);
+        let used = |slots: &&Slots| of_step.is_none_or(|of_step| of_step.slots == slots.count());
+        if let Some(slots) = step.slots.filter(used) {
+            let copies = ExpertsParams { layers: slots.weights(), ..self.experts_from(first, slots.count()) };
+            // SAFETY: the caller keeps all addresses live.
+            unsafe { experts::experts(&copies, self.on.raw())? };
+        }
+        let Some((copied, _)) = step.streamed else { return Ok(()) };
+        let compute = |chunk: Chunk| {
+            let params = self.experts_from(chunk.first, chunk.count);
+            // The kernel before writes the weights, so that this one must not begin early.
+            let flags = params.flags & !experts::PROGRAMMATIC;
+            // SAFETY: the caller keeps all addresses live.
+            unsafe {
+                experts::experts(&ExpertsParams { layers: chunk.weights, flags, ..params }, self.on.raw())?
+            };
+            Ok(())
+        };
+        // SAFETY: all work of steps is on this stream, and so is that of `compute`.
+        unsafe { copied.enqueue(self.on, compute) }
+    }
+
+    /// Number of experts that this rank holds, as kernels count them.
+    fn held_experts(&self) -> u32 {
         let Phases { step, layers, .. } = self;
+        match (&step.tier, step.streamed) {
+            (_, Some((_, of_step))) => of_step.held,
+            (Some(_), None) => layers.held_experts(step.layer),
+            (None, None) => layers.local_experts(step.layer),
+        }
+    }
+
+    /// The products of `count` experts from number `first` on, without the address of weights.
+    fn experts_from(&self, first: u32, count: u32) -> ExpertsParams {
+        let step = self.step;
         let (k, spec) = (&step.slot.kernels, &step.layer.spec.experts);
         let (x_format, x_stride) = self.row_format(self.quantises_rows());
         let format = step.layer.format;
-        let local_experts = layers.local_experts(step.layer);
-        let routed = ExpertsParams {
-            layers: layers.experts.address(),
-            expert_offsets: k.expert_offsets.address(),
+        ExpertsParams {
+            expert_offsets: k.expert_offsets.address() + u64::from(first) * 4,
             row_index: k.row_index.address(),
             row_weight: k.row_weight.address(),
             x: k.rows(&step.group, self.quantises_rows()),
             y: k.expert_out.address(),
-            experts: local_experts as i32,
+            experts: count as i32,
             inter: format.padded_inter(spec.width) as i32,
             weight_on_input: i32::from(spec.weight_on_input),
             power_of_two_scales: i32::from(spec.power_of_two_scales),
@@ -269,10 +322,7 @@ impl Phases<'_> {
             x_format,
             x_stride,
             ..self.mlp(spec.activation, format.has_few_rows(&self.routed_load()))
-        };
-        // SAFETY: the caller keeps all addresses live.
-        unsafe { experts::experts(&routed, self.on.raw())? };
-        Ok(())
+        }
     }
 
     /// The shared experts, if they run.
@@ -347,7 +397,7 @@ impl Phases<'_> {
                 topk_weights: tier.local_weights,
                 sums: tier.sums,
                 sums_stride: tier.sums_stride,
-                sums_count: tier.sums_count,
+                sums_count: if step.streamed.is_some() { 0 } else { tier.sums_count },
                 ..combine
             },
             None => combine,
@@ -369,7 +419,8 @@ impl Phases<'_> {
     unsafe fn copy_out(&self) -> Result<(), CudaFault> {
         let Phases { step, layers, shape, .. } = self;
         let (slot, k) = (step.slot, &step.slot.kernels);
-        let local_experts = layers.local_experts(step.layer);
+        let local_experts =
+            step.streamed.map_or_else(|| layers.local_experts(step.layer), |(_, step)| step.count());
         let copy_out = CopyOutParams {
             group: step.group,
             out: if step.unchanged { 0 } else { k.out.address() },
@@ -386,7 +437,7 @@ impl Phases<'_> {
             max_tokens: shape.max_tokens,
             first_expert: step.layer.mine.first().copied().unwrap_or(0),
             local_experts,
-            local_ids: layers.local_ids(),
+            local_ids: step.streamed.map_or_else(|| layers.local_ids(), |(_, step)| step.local_ids),
             row_elements: step.row_elements,
             ..step.counts.params(k.expert_offsets.address())
         };
@@ -397,13 +448,13 @@ impl Phases<'_> {
 
     /// The work of this rank's routed experts.
     fn routed_load(&self) -> ExpertsLoad {
-        let Phases { step, layers, shape, .. } = self;
+        let Phases { step, shape, .. } = self;
         let (spec, format) = (&step.layer.spec.experts, step.layer.format);
         let rows = u64::from(step.rows) * u64::from(step.group.ranks);
         ExpertsLoad {
             assignments: rows * u64::from(step.group.top_k),
             experts: spec.count,
-            local_experts: layers.local_experts(step.layer) as usize,
+            local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
             multiprocessors: step.multiprocessors,
         }

@@ -1,0 +1,165 @@
+//! The experts of CPU ranks that come to this GPU: for a step of many rows, or to slots in which they stay.
+
+mod memory;
+mod repack;
+mod slots;
+mod stream;
+
+use expertd_ipc::control::RankSetup;
+use expertd_ipc::{RowCounts, StepDescriptor};
+use expertd_kernels::device::{Device, DeviceError, Stream};
+use expertd_kernels::params::MAX_EXPERTS;
+use expertd_model::ModelSpec;
+use expertd_types::Sequence;
+
+pub(super) use self::memory::HostExperts;
+use self::repack::{HostCopies, HostCopy};
+pub(super) use self::slots::Slots;
+use self::stream::Streaming;
+pub(super) use self::stream::{Chunk, StreamedStep};
+use super::fault::CudaFault;
+use super::layers::{Layer, SlotTables};
+
+/// What is known of the experts of CPU ranks before the memory of steps is allocated.
+pub(super) struct Copyable {
+    host: HostExperts,
+    copies: HostCopies,
+    /// Slots of each layer.
+    slots: usize,
+    /// `[layers]`: number of experts.
+    experts: Vec<usize>,
+}
+
+impl Copyable {
+    /// Finds the experts that kernels can rewrite. `held`: the most experts of a layer that this rank holds.
+    pub(super) fn new(
+        device: &Device,
+        setup: &RankSetup,
+        spec: &ModelSpec,
+        (layers, held): (&[Option<Layer>], u32),
+        mut host: HostExperts,
+    ) -> Result<Self, DeviceError> {
+        let copies = HostCopy::all(device, spec, layers, &mut host)?;
+        let experts: Vec<usize> =
+            layers.iter().map(|layer| layer.as_ref().map_or(0, |layer| layer.spec.experts.count)).collect();
+        let most = experts.iter().copied().max().unwrap_or(0).max(held as usize);
+        let slots = slots::count(&copies, setup.slot_bytes, MAX_EXPERTS.saturating_sub(most));
+        let left_out =
+            layers.iter().flatten().filter(|layer| !layer.is_whole && copies[layer.index].is_none()).count();
+        if left_out > 0 {
+            tracing::warn!(
+                layers = left_out,
+                "experts of CPU ranks are not copied to the GPU in these layers, because no kernel rewrites their format; CPU ranks \
+                 compute all of their rows"
+            );
+        }
+        Ok(Copyable { host, copies, slots, experts })
+    }
+
+    /// Slots of each layer.
+    pub(super) const fn slots(&self) -> u32 {
+        self.slots as u32
+    }
+}
+
+/// The experts of CPU ranks that come to this GPU.
+pub(super) struct CopiedExperts {
+    streaming: Option<Streaming>,
+    slots: Option<Slots>,
+    /// The step that is launched now, if all experts come here for it.
+    step: Option<StreamedStep>,
+    // Dropped last: its pages stay pinned while copies may run.
+    host: HostExperts,
+}
+
+impl CopiedExperts {
+    /// Allocates what copies need.
+    pub(super) fn new(
+        device: &Device,
+        setup: &RankSetup,
+        copyable: Copyable,
+        row_counts: RowCounts,
+        poison: bool,
+    ) -> Result<Self, DeviceError> {
+        let Copyable { host, copies, slots, experts } = copyable;
+        let slots_of_steps = setup.shape.slots as usize;
+        Ok(CopiedExperts {
+            streaming: Streaming::new(device, &copies, slots_of_steps, (setup.stream_rows, poison))?,
+            slots: Slots::new(device, &copies, &experts, row_counts, (slots, poison))?,
+            step: None,
+            host,
+        })
+    }
+
+    /// Begins to pin the memory of CPU ranks, if anything is ever copied.
+    pub(super) fn start(&mut self, device: &Device) {
+        if self.streaming.is_some() || self.slots.is_some() {
+            self.host.pin(device);
+        }
+    }
+
+    /// The slots.
+    pub(super) const fn slots(&self) -> Option<&Slots> {
+        self.slots.as_ref()
+    }
+
+    /// The step that is launched now, if all experts come here for it.
+    pub(super) const fn step(&self) -> Option<&StreamedStep> {
+        self.step.as_ref()
+    }
+
+    /// Prepares a step of a layer that has experts on CPU ranks, before its launch. Returns whether all experts come here, and the bytes
+    /// that are copied for it.
+    pub(super) fn begin(
+        &mut self,
+        step: &StepDescriptor,
+        layer: &Layer,
+        tables: SlotTables,
+        on: &Stream,
+    ) -> Result<(bool, u64), CudaFault> {
+        if let Some(slots) = &mut self.slots {
+            slots.begin(layer.index, Sequence(step.sequence), tables, on)?;
+        }
+        self.step = match &mut self.streaming {
+            Some(streaming) if streaming.takes(layer.index, step.tokens as usize, &self.host) => {
+                streaming.begin(layer, step.slot as usize, self.slots.as_ref(), on)?
+            }
+            _ => None,
+        };
+        let bytes =
+            self.streaming.as_ref().zip(self.step.as_ref()).map(|(streaming, step)| streaming.bytes(step));
+        Ok((bytes.is_some(), bytes.unwrap_or(0)))
+    }
+
+    /// Enqueues the copies of the step that is launched now; see [`Streaming::enqueue`].
+    ///
+    /// # Safety
+    /// Work that was enqueued for earlier steps is on `on`, and `compute` enqueues its work there.
+    #[allow(unsafe_code, reason = "passes the caller's promise on")]
+    pub(super) unsafe fn enqueue(
+        &self,
+        on: &Stream,
+        compute: impl FnMut(Chunk) -> Result<(), CudaFault>,
+    ) -> Result<(), CudaFault> {
+        let Some((streaming, step)) = self.streaming.as_ref().zip(self.step.as_ref()) else { return Ok(()) };
+        // SAFETY: the caller's promise.
+        unsafe { streaming.enqueue(step, &self.host, on, compute) }
+    }
+
+    /// A step of a layer has completed. `is_streamed`: all experts came here for it. Returns the bytes of copies to slots that have begun
+    /// since the last call.
+    pub(super) fn ended(
+        &mut self,
+        layer: usize,
+        sequence: Sequence,
+        is_streamed: bool,
+    ) -> Result<u64, CudaFault> {
+        self.slots.as_mut().map_or(Ok(0), |slots| slots.ended(layer, sequence, !is_streamed, &self.host))
+    }
+
+    /// Waits until no copy runs any more.
+    pub(super) fn drain(&self) {
+        self.streaming.iter().for_each(Streaming::drain);
+        self.slots.iter().for_each(Slots::drain);
+    }
+}
