@@ -73,22 +73,25 @@ impl HostExperts {
     pub(in crate::engine) fn map(joining: &mut Joining<'_>, spec: &ModelSpec) -> Result<Self, Failure> {
         let RankSetup { shape, fingerprint, .. } = joining.setup;
         let group = (shape.ranks as usize, shape.sources as usize);
-        let (mut held, mut memories) = (Vec::new(), Vec::new());
+        // What ranks compute from is mapped privately and serves only to find the experts; the same offsets of the shared mappings are
+        // pinned.
+        let (mut held, mut mapped) = (Vec::new(), Vec::new());
         for rank in shape.sources..shape.ranks {
             let fd = joining.next_fd("the weights of CPU ranks")?;
-            match SealedMemory::map_for_device(&fd) {
-                Ok(mapped) => memories.push(Memory { mapped, pinned: Arc::default() }),
-                Err(error) => tracing::warn!(
-                    %error,
-                    "the memory of CPU ranks cannot be mapped for the GPU, which needs Linux 6.7 or newer: no expert is copied there"
-                ),
-            }
+            mapped.push(SealedMemory::map_for_device(&fd));
             held.push(HeldExperts::map(fd, Rank(rank), group, fingerprint).map_err(setup_failure)?);
         }
         let layers = (0..spec.layers.len() as u32).map(|layer| HostLayer::of(&held, LayerId(layer)));
         let layers = layers.collect();
-        let memory = |held: HeldExperts| Memory { mapped: Arc::clone(held.memory()), pinned: Arc::default() };
-        let memories = held.into_iter().map(memory).collect();
+        let memory = |mapped| Memory { mapped, pinned: Arc::default() };
+        let memories = mapped.into_iter().map(|mapped| mapped.map(memory)).collect::<Result<Vec<_>, _>>();
+        let memories = memories.unwrap_or_else(|error| {
+            tracing::warn!(
+                %error,
+                "the memory of CPU ranks cannot be mapped for the GPU, which needs Linux 6.7 or newer: no expert is copied there"
+            );
+            Vec::new()
+        });
         Ok(HostExperts { memories, layers, stop: Arc::default(), pinning: None })
     }
 
