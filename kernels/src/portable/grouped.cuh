@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <type_traits>
 
 #include "../modules.h"
 #include "experts.h"
@@ -94,8 +95,17 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) portable_groupe
             multiply_tile<Shape, PAIRS>(ring, sums, matrix.panels, row_warp, token_warp);
             store_tile<Shape, PAIRS>(p, layer, phase, tile, tile.row / UNIT_ROWS + row_warp * Shape::UNITS, matrix.units, token_warp * PAIRS * 16, sums);
         };
-        static_assert(Shape::PAIRS == 4);
-        if (pairs == 4) multiply(Constant<4>());
+        if constexpr (Shape::PAIRS == 8) {
+            if (pairs > 6) {
+                multiply(Constant<8>());
+                continue;
+            }
+            if (pairs > 4) {
+                multiply(Constant<6>());
+                continue;
+            }
+        }
+        if (pairs >= 4) multiply(Constant<4>());
         else if (pairs == 3) multiply(Constant<3>());
         else if (pairs == 2) multiply(Constant<2>());
         else multiply(Constant<1>());
@@ -103,8 +113,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) portable_groupe
     copies_wait_all();
 }
 
-// Eight warps with 64 weight rows and up to 64 tokens each: as large as 255 registers allow. Larger tiles read less from L2.
-template <class Format> using GroupedUsual = GroupedShape<Format, 4, 2, 4, 4>;
+// 256 weight rows and 128 tokens are as much as 255 registers of eight warps allow. Where weights are widened, every warp has all tokens, so
+// that each element is widened once.
+template <class Format> using GroupedUsual = std::conditional_t<Format::ROW_SCALES, GroupedShape<Format, 8, 1, 2, 8>, GroupedShape<Format, 4, 2, 4, 4>>;
 
 struct GroupedFitting {
     int blocks, stages; // no blocks: the kernel does not run on this device
