@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&
     using Format = typename Shape::Format;
     constexpr int UNITS = Shape::UNITS, STEPS = PANEL_K / 16;
     const int lane = threadIdx.x % 32, row = lane % 8;
-    const uint32_t weights = row_warp * UNITS * Format::STAGE_UNIT_BYTES;
+    const uint32_t weights = row_warp * UNITS * Format::ELEMENT_BYTES, scales = Shape::SCALES_AT + row_warp * UNITS * Format::SCALE_BYTES;
     // Of a matrix of eight tokens and eight k a lane gives the address of a row: matrices are two groups of tokens by two halves of a step.
     const uint32_t tokens = Shape::TOKENS_AT + (token_warp * PAIRS * 16 + lane / 16 * 8 + row) * PANEL_ROW_BYTES + ((lane / 8 % 2 ^ row) * 16);
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&
     uint32_t stage;
     const auto begin_stage = [&](int panel) {
         stage = ring.next();
-        of.load(stage + weights, panel % Format::BLOCK_PANELS);
+        of.load(stage + weights, stage + scales, panel % Format::BLOCK_PANELS);
     };
     begin_stage(0);
 #pragma unroll
@@ -64,8 +64,15 @@ __device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&
                     mma_16x8x16(sums[u][2 * pair + 1], a[u], now.z, now.w);
                     if (ends && (!last || more)) of.fragment(next / PAIRS, u, a[u]);
                 }
+                // The copies of a later stage are spread over the steps but the last one.
+                constexpr int SLOTS = (STEPS - 1) * PAIRS;
+                if (at == 0) ring.begin_copies();
+                if (at < SLOTS) {
+#pragma unroll
+                    for (int c = at * Shape::COPIES / SLOTS; c < (at + 1) * Shape::COPIES / SLOTS; c++) ring.copy(c);
+                }
+                if (at == SLOTS - 1) ring.end_copies();
             }
-            if (!last) ring.bring(step);
         }
     }
 }

@@ -1,7 +1,6 @@
-// What differs between formats in the grouped product: the bytes of a unit in a stage, how the warps of a block share a tile, and how a lane
-// gets its fragments of weights.
+// What differs between formats in the grouped product: the bytes of a unit in a stage, and how a lane gets its fragments of weights.
 //
-// A stage holds 64 k: one panel of bf16, or half of a unit's elements with all its scales. Weights are mma's A, so the fragments of units
+// A stage holds 64 k: one panel of bf16, or half of the elements of units, then all their scales. Weights are mma's A, so the fragments of units
 // are those that experts_layout.cuh describes.
 #pragma once
 
@@ -14,18 +13,16 @@ namespace expertd {
 
 // bf16 from shared memory, by ldmatrix.
 struct GroupedBf16 {
-    static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // of a unit in memory, and
-    static constexpr int STAGE_UNIT_BYTES = UNIT_BYTES;            // of its part in a stage
+    static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES; // of a unit in memory
+    static constexpr int ELEMENT_BYTES = UNIT_BYTES;               // of its elements in a stage
+    static constexpr int SCALE_BYTES = 0;                          // of its scales, in memory behind all its elements
     static constexpr int BLOCK_PANELS = 1;                         // panels of a unit
     static constexpr bool ROW_SCALES = false;
-
-    // Distance from a unit in memory to piece `piece` (16 bytes) of its part in a stage.
-    static __device__ __forceinline__ int piece_source(int piece, int) { return piece * 16; }
 
     // A warp's units in a stage.
     template <int UNITS> struct Weights {
         uint32_t at;
-        __device__ __forceinline__ void load(uint32_t units, int) {
+        __device__ __forceinline__ void load(uint32_t units, uint32_t, int) {
             const int lane = threadIdx.x % 32;
             at = units + lane % 16 * PANEL_ROW_BYTES + ((lane / 16 ^ lane % 8) * 16);
         }
@@ -49,17 +46,12 @@ struct ScaleInParts {
 };
 
 // Formats in fragment order.
-template <class Format, int ELEMENT_BYTES> struct GroupedNarrow {
+template <class Format, int BYTES> struct GroupedNarrow {
     static constexpr int UNIT_BYTES = Format::UNIT_BYTES;
-    static constexpr int HALF_BYTES = ELEMENT_BYTES / 2;
-    static constexpr int STAGE_UNIT_BYTES = HALF_BYTES + UNIT_BYTES - ELEMENT_BYTES;
+    static constexpr int ELEMENT_BYTES = BYTES / 2;
+    static constexpr int SCALE_BYTES = UNIT_BYTES - BYTES;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr bool ROW_SCALES = true;
-
-    static __device__ __forceinline__ int piece_source(int piece, int half) {
-        constexpr int OF_ELEMENTS = HALF_BYTES / 16;
-        return piece < OF_ELEMENTS ? half * HALF_BYTES + piece * 16 : ELEMENT_BYTES + (piece - OF_ELEMENTS) * 16;
-    }
 
     template <int UNITS> struct Weights {
         static constexpr int STEPS = Format::CHUNK_STEPS;
@@ -69,17 +61,17 @@ template <class Format, int ELEMENT_BYTES> struct GroupedNarrow {
         typename Format::Scales scales[UNITS];
         ScaleInParts low[UNITS], high[UNITS]; // of FP8
 
-        __device__ __forceinline__ void load(uint32_t at, int of) {
+        __device__ __forceinline__ void load(uint32_t at, uint32_t scales_at, int of) {
             units = at, half = of;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 // Format::load_scales expects the scales behind all elements of a unit.
-                scales[u] = Format::load_scales(at + u * STAGE_UNIT_BYTES + HALF_BYTES - ELEMENT_BYTES, threadIdx.x % 32);
+                scales[u] = Format::load_scales(scales_at + u * SCALE_BYTES - BYTES, threadIdx.x % 32);
                 if constexpr (Format::SCALED_SUMS) low[u].set(scales[u].x), high[u].set(scales[u].y);
             }
         }
         __device__ __forceinline__ void fragment(int step, int u, uint32_t (&a)[4]) {
-            if (step % STEPS == 0) words[u] = load_chunk(units + u * STAGE_UNIT_BYTES, step / STEPS, threadIdx.x % 32);
+            if (step % STEPS == 0) words[u] = load_chunk(units + u * ELEMENT_BYTES, step / STEPS, threadIdx.x % 32);
             uint32_t all[STEPS][4]; // of which one step is used
             Format::widen(words[u], scales[u], STEPS == 4 ? half : 2 * half + step / STEPS, all);
 #pragma unroll

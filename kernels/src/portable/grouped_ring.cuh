@@ -17,11 +17,15 @@ template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int PAIRS_, int
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
     static constexpr int TILE_UNITS = ROW_WARPS * UNITS, ROWS = TILE_UNITS * UNIT_ROWS;
     static constexpr int TOKENS = TOKEN_WARPS * PAIRS * 16;                 // most tokens of a tile
-    static constexpr int TOKENS_AT = TILE_UNITS * Format::STAGE_UNIT_BYTES; // place of the tokens in a stage
+    static constexpr int SCALES_AT = TILE_UNITS * Format::ELEMENT_BYTES;              // place of the scales in a stage,
+    static constexpr int TOKENS_AT = SCALES_AT + TILE_UNITS * Format::SCALE_BYTES;    // and of the tokens
     static constexpr int STAGE_BYTES = TOKENS_AT + TOKENS * PANEL_ROW_BYTES;
-    static constexpr int UNIT_PIECES = Format::STAGE_UNIT_BYTES / 16, PIECES = TILE_UNITS * UNIT_PIECES;
-    static constexpr int PIECE_ROUNDS = (PIECES + THREADS - 1) / THREADS; // pieces of weights of a thread
-    static constexpr int TOKEN_STEP = THREADS / 8, TOKEN_ROUNDS = TOKENS / TOKEN_STEP;
+    // Copies of a thread for a stage: 16 bytes each of elements, of scales and of tokens.
+    static constexpr int ELEMENT_COPIES = SCALES_AT / 16 / THREADS;
+    static constexpr int SCALE_COPIES = (TILE_UNITS * Format::SCALE_BYTES / 16 + THREADS - 1) / THREADS;
+    static constexpr int TOKEN_STEP = THREADS / 8, TOKEN_COPIES = TOKENS / TOKEN_STEP;
+    static constexpr int COPIES = ELEMENT_COPIES + SCALE_COPIES + TOKEN_COPIES;
+    static_assert(ELEMENT_COPIES * THREADS * 16 == SCALES_AT && THREADS * 16 % Format::ELEMENT_BYTES == 0 && SCALE_COPIES <= 1);
     static_assert(2 * STAGE_BYTES <= 96 * 1024 && STAGE_BYTES % 128 == 0 && TOKENS_AT % 128 == 0 && TOKENS % TOKEN_STEP == 0);
 };
 
@@ -59,16 +63,21 @@ template <class Shape> class GroupedRing {
     using Format = typename Shape::Format;
 
   public:
-    static constexpr int PARTS = PANEL_K / 16 - 1; // of a stage that is brought
-
     // All threads must call it, after the barriers have been set up.
     __device__ __forceinline__ GroupedRing(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedMatrix& matrix, int phase, int all, int stages)
         : p_(p), shared_(shared), matrix_(matrix), phase_(phase), all_(all), stages_(stages), first_(smem_address(&shared) + sizeof(GroupedShared)),
           id_(blockIdx.x - gridDim.x) {
+        const int thread = threadIdx.x;
+        unit_ = thread * 16 / Format::ELEMENT_BYTES;
+        element_ = unit_ * Format::UNIT_BYTES + thread * 16 % Format::ELEMENT_BYTES;
+        if constexpr (Shape::SCALE_COPIES != 0) scale_unit_ = thread * 16 / Format::SCALE_BYTES;
+        token_place_ = Shape::TOKENS_AT + thread / 8 * PANEL_ROW_BYTES + ((thread % 8 ^ (thread / 8 % 8)) * 16);
         next_tile();
         for (int i = 0; i < stages - 1; i++) {
+            begin_copies();
 #pragma unroll
-            for (int part = 0; part < PARTS; part++) bring(part);
+            for (int c = 0; c < Shape::COPIES; c++) copy(c);
+            end_copies();
         }
     }
 
@@ -85,46 +94,63 @@ template <class Shape> class GroupedRing {
         if (arrives_for_warp()) barrier_arrive(&shared_.empty[reading_]);
     }
 
-    // Starts to bring a part of the stage that is next to be brought, if there is one. Parts are brought in order.
-    __device__ __forceinline__ void bring(int part) {
-        if (left_ == 0) return;
-        if (part == 0) barrier_wait(&shared_.empty[filled_], filled_parity_);
-        const int thread = threadIdx.x, chunk = thread % 8;
-        const uint32_t stage = first_ + filled_ * Shape::STAGE_BYTES;
-        const bool second = Format::BLOCK_PANELS == 2 && (matrix_.panels - left_) % 2 != 0;
-#pragma unroll
-        for (int i = part * Shape::PIECE_ROUNDS / PARTS; i < (part + 1) * Shape::PIECE_ROUNDS / PARTS; i++) {
-            const int at = i * Shape::THREADS + thread, unit = at / Shape::UNIT_PIECES, piece = at % Shape::UNIT_PIECES;
-            if (unit < units_) {
-                copy_16(stage + unit * Format::STAGE_UNIT_BYTES + piece * 16, weights_ + unit * Format::UNIT_BYTES + Format::piece_source(piece, second), true);
-            }
+    // The copies of the stage that is brought next, of all threads: begin_copies, each copy, end_copies. There are no branches between products,
+    // so that the compiler can mix both; after the last tile copies do nothing.
+    __device__ __forceinline__ void begin_copies() {
+        barrier_wait(&shared_.empty[filled_], filled_parity_);
+        to_ = first_ + filled_ * Shape::STAGE_BYTES;
+    }
+    __device__ __forceinline__ void copy(int at) {
+        constexpr int BEFORE_TOKENS = Shape::ELEMENT_COPIES + Shape::SCALE_COPIES;
+        if (at < Shape::ELEMENT_COPIES) {
+            constexpr int UNITS = Shape::THREADS * 16 / Format::ELEMENT_BYTES; // of a copy of all threads
+            if (at * UNITS < units_left_) copy_16(to_ + threadIdx.x * 16 + at * Shape::THREADS * 16, weights_ + at * UNITS * Format::UNIT_BYTES, true);
+        } else if (at < BEFORE_TOKENS) {
+            if (scales_there_) copy_16(to_ + Shape::SCALES_AT + threadIdx.x * 16, scales_, true);
+        } else {
+            const int i = at - BEFORE_TOKENS;
+            if (i * Shape::TOKEN_STEP < tokens_left_) copy_16(to_ + token_place_ + i * Shape::TOKEN_STEP * PANEL_ROW_BYTES, rows_[i], true);
+            rows_[i] += PANEL_ROW_BYTES;
         }
-        const uint32_t place = stage + Shape::TOKENS_AT + thread / 8 * PANEL_ROW_BYTES + ((chunk ^ (thread / 8 % 8)) * 16);
-#pragma unroll
-        for (int i = part * Shape::TOKEN_ROUNDS / PARTS; i < (part + 1) * Shape::TOKEN_ROUNDS / PARTS; i++) {
-            if (i * Shape::TOKEN_STEP + thread / 8 < tokens_) copy_16(place + i * Shape::TOKEN_STEP * PANEL_ROW_BYTES, from_ + rows_[i] * matrix_.row_bytes, true);
-        }
-        if (part != PARTS - 1) return;
+    }
+    __device__ __forceinline__ void end_copies() {
         barrier_arrive_after_copies(&shared_.full[filled_]);
         if (++filled_ == stages_) filled_ = 0, filled_parity_ ^= 1;
-        from_ += PANEL_ROW_BYTES;
-        if (Format::BLOCK_PANELS == 1 || second) weights_ += int64_t(matrix_.units) * Format::UNIT_BYTES;
+        constexpr int HALVES = Format::BLOCK_PANELS;
+        const int64_t block = int64_t(matrix_.units) * Format::UNIT_BYTES;
+        if (HALVES == 1) {
+            weights_ += block;
+        } else {
+            half_ ^= 1;
+            weights_ += half_ != 0 ? int64_t(Format::ELEMENT_BYTES) : block - Format::ELEMENT_BYTES;
+            if (half_ == 0) scales_ += block;
+        }
         if (--left_ == 0) next_tile();
     }
 
   private:
     __device__ __forceinline__ void next_tile() {
         id_ += gridDim.x;
-        if (id_ >= all_) return;
+        left_ = matrix_.panels, half_ = 0;
+        if (id_ >= all_) {
+            units_left_ = tokens_left_ = 0, scales_there_ = false;
+            return;
+        }
         const GroupedTile tile = tile_of<Shape>(p_, shared_.tables, matrix_.strips<Shape>(), id_);
         const int blocks = divide_up(matrix_.panels, Format::BLOCK_PANELS), unit = tile.row / UNIT_ROWS;
-        left_ = matrix_.panels, tokens_ = tile.tokens, units_ = min(Shape::TILE_UNITS, matrix_.units - unit);
-        weights_ = matrix_.weights + (int64_t(tile.expert) * blocks * matrix_.units + unit) * Format::UNIT_BYTES;
-        from_ = matrix_.rows + threadIdx.x % 8 * 16;
+        const char* units = matrix_.weights + (int64_t(tile.expert) * blocks * matrix_.units + unit) * Format::UNIT_BYTES;
+        weights_ = units + element_;
+        units_left_ = matrix_.units - unit - unit_;
+        if constexpr (Shape::SCALE_COPIES != 0) {
+            constexpr int OF_UNIT = Format::SCALE_BYTES / 16;
+            scales_ = units + scale_unit_ * Format::UNIT_BYTES + Format::UNIT_BYTES - Format::SCALE_BYTES + (threadIdx.x - scale_unit_ * OF_UNIT) * 16;
+            scales_there_ = scale_unit_ < min(Shape::TILE_UNITS, matrix_.units - unit);
+        }
+        tokens_left_ = tile.tokens - int(threadIdx.x) / 8;
 #pragma unroll
-        for (int i = 0; i < Shape::TOKEN_ROUNDS; i++) {
-            const int token = i * Shape::TOKEN_STEP + int(threadIdx.x) / 8;
-            rows_[i] = token >= tokens_ ? 0 : phase_ == 0 ? __ldg(p_.row_index + tile.first + token) : tile.first + token;
+        for (int i = 0; i < Shape::TOKEN_COPIES; i++) {
+            const int token = i * Shape::TOKEN_STEP < tokens_left_ ? tile.first + i * Shape::TOKEN_STEP + int(threadIdx.x) / 8 : tile.first;
+            rows_[i] = matrix_.rows + (phase_ == 0 ? __ldg(p_.row_index + token) : token) * matrix_.row_bytes + threadIdx.x % 8 * 16;
         }
     }
 
@@ -135,12 +161,18 @@ template <class Shape> class GroupedRing {
     const uint32_t first_; // the first stage
     int slot_ = 0, reading_ = 0, filled_ = 0; // stages that next() waits for, that is read, and that is brought
     uint32_t parity_ = 0, filled_parity_ = 1;
-    // The tile that is brought.
-    int id_, left_ = 0; // number of its panels that are left; 0 if there is no further tile
-    int tokens_ = 0, units_ = 0;
+    // The thread's pieces of 16 bytes of a stage: the first unit of its elements and their distance from the tile, the unit of its scales, and
+    // the place of its first token.
+    int unit_, element_, scale_unit_ = 0;
+    uint32_t token_place_;
+    uint32_t to_ = 0; // the stage that is brought
+    // The tile that is brought, from the thread's pieces on.
+    int id_, left_ = 0, half_ = 0; // left_: number of its panels that are left
+    int tokens_left_ = 0, units_left_ = 0;
+    bool scales_there_ = false;
     const char* weights_ = nullptr;
-    const char* from_ = nullptr; // the thread's piece of the panel of row 0
-    int rows_[Shape::TOKEN_ROUNDS] = {};
+    const char* scales_ = nullptr;
+    const char* rows_[Shape::TOKEN_COPIES] = {};
 };
 
 } // namespace expertd
