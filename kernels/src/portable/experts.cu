@@ -14,6 +14,7 @@ const Entry ENTRIES[] = {
     {EXPERTD_BF16, setup_bf16, launch_bf16}, {EXPERTD_FP8, setup_fp8, launch_fp8},
     {EXPERTD_MXFP4, setup_mxfp4, launch_mxfp4}, {EXPERTD_INT4, setup_int4, launch_int4},
     {EXPERTD_INT4_ZEROS, setup_int4_zeros, launch_int4_zeros},
+    {EXPERTD_NVFP4, setup_nvfp4, launch_nvfp4}, {EXPERTD_MXFP8, setup_mxfp8, launch_mxfp8},
 };
 
 // Tile shapes are not chosen by the caller here.

@@ -241,6 +241,8 @@ using Fp8Few = Few<FewFp8, 1>;
 using Mxfp4Few = Few<FewMxfp4, 2>;
 using Int4Few = Few<FewInt4, 2>;
 using Int4ZerosFew = Few<FewInt4Zeros, 2>;
+using Nvfp4Few = Few<FewNvfp4, 2>;
+using Mxfp8Few = Few<FewMxfp8, 1>;
 
 const Module module(reinterpret_cast<const void*>(portable_few<Bf16Few>));
 
@@ -248,7 +250,7 @@ const Module module(reinterpret_cast<const void*>(portable_few<Bf16Few>));
 
 int setup_few() {
     const bool fits = fitting<Bf16Few>().blocks > 0 && fitting<Fp8Few>().blocks > 0 && fitting<Mxfp4Few>().blocks > 0 &&
-                      fitting<Int4Few>().blocks > 0 && fitting<Int4ZerosFew>().blocks > 0;
+                      fitting<Int4Few>().blocks > 0 && fitting<Int4ZerosFew>().blocks > 0 && fitting<Nvfp4Few>().blocks > 0 && fitting<Mxfp8Few>().blocks > 0;
     return fits ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
@@ -259,6 +261,8 @@ int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream) {
     case EXPERTD_MXFP4: return launch_of<Mxfp4Few>(p, stream);
     case EXPERTD_INT4: return launch_of<Int4Few>(p, stream);
     case EXPERTD_INT4_ZEROS: return launch_of<Int4ZerosFew>(p, stream);
+    case EXPERTD_NVFP4: return launch_of<Nvfp4Few>(p, stream);
+    case EXPERTD_MXFP8: return launch_of<Mxfp8Few>(p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

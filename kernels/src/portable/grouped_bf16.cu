@@ -3,10 +3,11 @@
 namespace expertd {
 
 namespace {
-const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedBf16>));
+using Shape = GroupedUsual<GroupedBf16>;
+const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
 }
 
-int setup_bf16() { return grouped_blocks<GroupedBf16>() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<GroupedBf16>(p, stream); }
+int setup_bf16() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
+int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
 
 } // namespace expertd

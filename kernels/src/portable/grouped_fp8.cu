@@ -3,10 +3,11 @@
 namespace expertd {
 
 namespace {
-const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedFp8>));
+using Shape = GroupedUsual<GroupedFp8>;
+const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
 }
 
-int setup_fp8() { return grouped_blocks<GroupedFp8>() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<GroupedFp8>(p, stream); }
+int setup_fp8() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
+int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
 
 } // namespace expertd

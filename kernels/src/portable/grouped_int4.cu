@@ -3,10 +3,11 @@
 namespace expertd {
 
 namespace {
-const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedInt4>));
+using Shape = GroupedUsual<GroupedInt4>;
+const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
 }
 
-int setup_int4() { return grouped_blocks<GroupedInt4>() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_int4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<GroupedInt4>(p, stream); }
+int setup_int4() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
+int launch_int4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
 
 } // namespace expertd

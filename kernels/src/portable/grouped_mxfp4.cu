@@ -3,10 +3,11 @@
 namespace expertd {
 
 namespace {
-const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedMxfp4>));
+using Shape = GroupedUsual<GroupedMxfp4>;
+const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
 }
 
-int setup_mxfp4() { return grouped_blocks<GroupedMxfp4>() > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<GroupedMxfp4>(p, stream); }
+int setup_mxfp4() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
+int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
 
 } // namespace expertd

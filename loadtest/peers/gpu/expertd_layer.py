@@ -25,7 +25,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_uint32)
-        for name in "hidden width experts top_k format gpt_oss max_tokens layers rows_by_experts".split()
+        for name in "hidden width experts top_k format gpt_oss max_tokens layers rows_by_experts portable".split()
     ]
 
 
@@ -74,10 +74,10 @@ def in_halves(tensor):
 
 
 class Layers:
-    """The library's handle for one size and for the layers that steps use. See `LayerShape::rows_by_experts`."""
+    """The library's handle for one size and for the layers that steps use. `flags` are the last fields of `LayerShape`."""
 
-    def __init__(self, library, shape, tokens, rows_by_experts):
-        self.library, self.shape, self.tokens, self.rows_by_experts = library, shape, tokens, rows_by_experts
+    def __init__(self, library, shape, tokens, flags):
+        self.library, self.shape, self.tokens, self.flags = library, shape, tokens, flags
         self.layers, self.kept, self.handle = [], [], None
 
     def index(self, layer):
@@ -88,7 +88,7 @@ class Layers:
     def open(self):
         s, first = self.shape, self.layers[0]
         sizes = (s.hidden, s.width, s.experts, s.top_k, FORMATS[type(first.down)], s.gpt_oss)
-        sizes += (self.tokens, len(self.layers), self.rows_by_experts)
+        sizes += (self.tokens, len(self.layers), *self.flags)
         torch.cuda.synchronize()
         self.handle = self.library.expertd_layers_open(Shape(*map(int, sizes)))
         must(0 if self.handle else -1)
@@ -117,7 +117,7 @@ class Layers:
             self.handle = None
 
 
-def preparer(path=LIBRARY, rows_by_experts=False):
+def preparer(path=LIBRARY, rows_by_experts=False, portable=False):
     library, last = load(path), []
 
     def prepare(world, shape, tokens):
@@ -125,7 +125,7 @@ def preparer(path=LIBRARY, rows_by_experts=False):
             return None
         while last:
             last.pop().close()
-        layers = Layers(library, shape, tokens, rows_by_experts)
+        layers = Layers(library, shape, tokens, (rows_by_experts, portable))
         last.append(layers)
 
         def make(layer, rows, out):

@@ -3,7 +3,7 @@
 
 Needs the library of loadtest/peers/layer (expertd_layer.py) and what the peers need (README.md).
 
-turns.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...] [--peers P ...] [--before LIBRARY] [--json FILE]
+turns.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...] [--peers P ...] [--portable] [--before LIBRARY] [--json FILE]
 """
 
 import importlib
@@ -48,6 +48,8 @@ def contenders(args):
         found.append(("before", expertd_layer.preparer(args.before, rows_by_experts=True), True))
     if args.rows_by_experts:
         found.append(("rows_by_experts", expertd_layer.preparer(args.library, rows_by_experts=True), True))
+    if args.portable:
+        found.append(("portable", expertd_layer.preparer(args.library, portable=True), True))
     for name in args.peers:
         module, formats = PEERS[name]
         if args.dtype in formats:
@@ -71,6 +73,7 @@ def main():
     parser.add_argument("--library", type=Path, default=expertd_layer.LIBRARY, help="expertd's library")
     parser.add_argument("--before", type=Path, help="also times another build of the library, whose experts quantise rows")
     parser.add_argument("--rows-by-experts", action="store_true", help="times expertd without dispatch's quantisation, too")
+    parser.add_argument("--portable", action="store_true", help="times expertd's portable kernels, too")
     args = parser.parse_args()
     world, shape = common.World(args.zipf), common.SHAPES[args.shape]
     layers = [common.Layer(world, shape, seed + 1, args.dtype) for seed in range(args.layers)]

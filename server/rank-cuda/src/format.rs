@@ -174,19 +174,6 @@ impl DeviceFormat {
         }
     }
 
-    /// Whether the portable kernels compute it.
-    #[must_use]
-    pub const fn is_portable(self) -> bool {
-        matches!(
-            self,
-            DeviceFormat::Bf16
-                | DeviceFormat::Fp8
-                | DeviceFormat::Mxfp4
-                | DeviceFormat::Int4
-                | DeviceFormat::Int4Zeros
-        )
-    }
-
     /// Rounds an intermediate size up to the next one that the kernel supports.
     #[must_use]
     pub const fn padded_inter(self, inter: usize) -> usize {

@@ -326,9 +326,9 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn std::error::Error>> {
     experts::setup()?;
     let chosen = (experts::BF16..=experts::MXFP8)
         .filter(|&format| options.number("format", format as u64) == format as u64);
-    // The portable kernels have no products of FP8, and neither NVFP4 nor MXFP8.
-    let lacks = |format| [experts::W8A8, experts::NVFP4, experts::MXFP8].contains(&format);
-    let chosen = chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || !lacks(format));
+    // The portable kernels have no products of FP8.
+    let chosen =
+        chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || format != experts::W8A8);
     Ok((device, Random(options.number("seed", 31)), chosen.collect()))
 }
 

@@ -5,6 +5,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::experts::{self, ExpertsParams, LayerWeights, PackNarrowParams, PackParams};
 use expertd_kernels::launch::{self, LaunchError};
 use expertd_kernels::layout::{Shape, ShapeError, WindowLayout};
+use expertd_kernels::path::KernelPath;
 use expertd_kernels::params::{
     CombineParams, DeviceFault, DispatchParams, GateLayer, GateParams, MAX_BLOCKS, SlotState, fp8_row_bytes,
 };
@@ -55,6 +56,7 @@ struct Packed {
 pub struct Layers {
     about: LayerShape,
     format: DeviceFormat,
+    path: KernelPath,
     shape: Shape,
     device: Device,
     stream: Stream,
@@ -83,6 +85,7 @@ impl Layers {
     pub(crate) fn open(about: LayerShape) -> Result<Self, Error> {
         let format = match about.format {
             0 => DeviceFormat::Bf16,
+            1 if about.portable != 0 => DeviceFormat::Fp8,
             1 => DeviceFormat::W8a8,
             2 => DeviceFormat::Mxfp4,
             3 => DeviceFormat::Int4,
@@ -103,6 +106,8 @@ impl Layers {
         };
         shape.check()?;
         let device = Device::open(0)?;
+        let path = if about.portable == 0 { KernelPath::Hopper } else { KernelPath::Portable };
+        path.choose();
         experts::setup()?;
         let panel_rows = (shape.max_assignments() + 7 * experts).next_multiple_of(8);
         let groups = |size: usize| size.div_ceil(experts::SCALE_ELEMENTS) * panel_rows;
@@ -111,6 +116,7 @@ impl Layers {
         Ok(Layers {
             about,
             format,
+            path,
             shape,
             stream: device.stream()?,
             multiprocessors: device.multiprocessors()?,
@@ -156,6 +162,7 @@ impl Layers {
             gate_up_scale: Buffer::zeroed(&self.device, scaled * experts * 2 * width)?,
             down_scale: Buffer::zeroed(&self.device, scaled * experts * hidden)?,
         };
+        self.path.choose();
         // SAFETY: the caller promises the tensors; the destinations have the sizes of the kernels' layouts.
         unsafe {
             match self.format {
@@ -224,11 +231,11 @@ impl Layers {
         [gate_up_bytes, down_bytes]: [usize; 2],
     ) -> Result<(), Error> {
         let (hidden, width) = (u64::from(self.about.hidden), u64::from(self.about.width));
-        let fp8 = self.format == DeviceFormat::W8a8;
+        let fp8 = matches!(self.format, DeviceFormat::W8a8 | DeviceFormat::Fp8);
         // Bytes of a row of `k` codes, and of its scales.
         let codes = |k: u64| if fp8 { k } else { k / 2 };
         let scales = |k: u64| match self.format {
-            DeviceFormat::W8a8 => k.div_ceil(128) * 4,
+            DeviceFormat::W8a8 | DeviceFormat::Fp8 => k.div_ceil(128) * 4,
             DeviceFormat::Int4 | DeviceFormat::Nvfp4 => k / 16,
             _ => k / 32,
         };
@@ -307,6 +314,7 @@ impl Layers {
         out: u64,
         stream: CUstream,
     ) -> Result<(), Error> {
+        self.path.choose();
         let (about, shape) = (&self.about, &self.shape);
         if layer >= about.layers || self.rows == 0 {
             return Err(Error::Arguments(format!("layer {layer}, {} rows", self.rows)));

@@ -34,6 +34,8 @@ pub struct LayerShape {
     pub layers: u32,
     /// 1: FP8 rows are quantised by the experts' kernel, once for each of a row's experts, and not by dispatch. For comparisons.
     pub rows_by_experts: u32,
+    /// 1: the portable kernels instead of those for Hopper.
+    pub portable: u32,
 }
 
 /// Weights of one layer in row-major order, gate rows before up rows.

@@ -109,7 +109,6 @@ impl Sizes {
         if device == DeviceKind::Cuda {
             gpu::check(spec, &shape).map_err(PlanError::Sizes)?;
             if machine.kernels == Some(gpu::KernelPath::Portable) {
-                gpu::check_portable(spec, machine.fp8_products).map_err(PlanError::Sizes)?;
                 gpu::check_portable_sizes(&gpu::kernel_shape(&shape, spec.max_experts()))
                     .map_err(PlanError::Sizes)?;
             }

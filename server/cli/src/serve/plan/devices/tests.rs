@@ -238,21 +238,18 @@ fn cluster_on(gpus: &[u32], given: ServeArgs) -> ClusterConfig {
 }
 
 #[test]
-fn formats_that_the_portable_kernels_lack_are_refused_in_every_group() {
-    let sizes = |name: &str, kernels, ranks| {
-        let machine = Machine { kernels: Some(kernels), ranks, ..machine_with(&[0]) };
+fn portable_kernels_take_every_stored_format_in_every_group() {
+    let sizes = |name: &str, ranks| {
+        let machine = Machine { kernels: Some(KernelPath::Portable), ranks, ..machine_with(&[0]) };
         let checkpoint = Checkpoint::open_layers(&fixture(name), LayerChoice::All).unwrap();
         let mut given = Given::merge(&ServeArgs::default(), None).unwrap();
         Sizes::choose(&mut given, checkpoint.spec(), &machine).map(|_| ()).map_err(|error| error.to_string())
     };
     // One GPU rank, alone and with two CPU ranks beside it.
     for ranks in [1, 3] {
-        for name in ["quantised/deepseek_v3-nvfp4", "quantised/qwen3_moe-mxfp8-library"] {
-            let refused = sizes(name, KernelPath::Portable, ranks).unwrap_err();
-            assert!(refused.contains("the portable kernels do not compute that"), "{refused}");
-            assert_eq!(sizes(name, KernelPath::Hopper, ranks), Ok(()), "{name}");
+        for name in ["deepseek_v3-nvfp4", "qwen3_moe-mxfp8-library", "deepseek_v3-int4"] {
+            assert_eq!(sizes(&format!("quantised/{name}"), ranks), Ok(()), "{name}");
         }
-        assert_eq!(sizes("quantised/deepseek_v3-int4", KernelPath::Portable, ranks), Ok(()));
     }
 }
 

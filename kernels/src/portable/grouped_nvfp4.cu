@@ -1,0 +1,13 @@
+#include "grouped.cuh"
+
+namespace expertd {
+
+namespace {
+using Shape = GroupedUsual<GroupedNvfp4>;
+const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+}
+
+int setup_nvfp4() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
+int launch_nvfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+
+} // namespace expertd
