@@ -5,10 +5,10 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::experts::{self, ExpertsParams, LayerWeights, PackNarrowParams, PackParams};
 use expertd_kernels::launch::{self, LaunchError};
 use expertd_kernels::layout::{Shape, ShapeError, WindowLayout};
-use expertd_kernels::path::KernelPath;
 use expertd_kernels::params::{
     CombineParams, DeviceFault, DispatchParams, GateLayer, GateParams, MAX_BLOCKS, SlotState, fp8_row_bytes,
 };
+use expertd_kernels::path::KernelPath;
 use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
 use expertd_rank_cuda::DeviceFormat;
 use expertd_rank_cuda::few_rows::ExpertsLoad;
