@@ -226,7 +226,9 @@ def test_an_engine_that_never_calls_the_service_cannot_pass_for_one_that_does(co
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_engine_too(compare, tmp_path, number):
-    running = subprocess.Popen(compare([1, 7]), stdout=subprocess.PIPE, text=True)
+    # Shells let jobs in the background ignore SIGINT, which children inherit.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(compare([1, 7]), stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     engines, results = tmp_path / "logs/stock-engine-0-0.jsonl", tmp_path / "logs/cells.jsonl"
     wait_until(lambda: engines.exists() and "decode-7" in engines.read_text() and "decode-1" in results.read_text())
     [engine] = processes.children_of(running.pid)
