@@ -65,7 +65,7 @@ pub struct LayerSlots {
 /// Limits of uploads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// Uploads of a layer at a time, hence at most so many a step.
+    /// Most uploads of a layer at a time, and therefore in a step.
     pub max_uploads_per_step: usize,
     /// Bytes of uploads per second, of all layers.
     pub bytes_per_second: u64,

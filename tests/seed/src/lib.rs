@@ -3,6 +3,7 @@
 //! test can be run alone.
 
 mod lingering;
+mod random;
 
 use std::cell::Cell;
 use std::sync::OnceLock;
@@ -10,6 +11,7 @@ use std::sync::OnceLock;
 use rand::SeedableRng as _;
 
 pub use lingering::lingering;
+pub use random::Random;
 
 /// The generator of [`rng`].
 pub type TestRng = rand_chacha::ChaCha8Rng;

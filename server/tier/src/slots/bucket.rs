@@ -1,4 +1,4 @@
-//! A token bucket: so many bytes per second, and a burst.
+//! A token bucket: a rate in bytes per second, and a burst in bytes.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ impl Bucket {
         u128::from(bytes) * SECOND <= self.credit
     }
 
-    /// Takes `bytes` if there are so many.
+    /// Takes `bytes` if the bucket holds that many.
     pub(super) fn take(&mut self, bytes: u64) -> bool {
         let left = self.credit.checked_sub(u128::from(bytes) * SECOND);
         self.credit = left.unwrap_or(self.credit);

@@ -172,11 +172,11 @@ fn pin_all(
                 return pins;
             }
             let whole = part.len().next_multiple_of(PAGE);
-            // SAFETY: the memory maps whole pages as long as it lives, and `HostExperts`, which holds it, drops the pins first. It is sealed.
             let pin = if faults::setting(REFUSE_PINS).is_some() {
                 Err(format!("{REFUSE_PINS} is set"))
             } else {
-                // SAFETY: as above.
+                // SAFETY: the memory maps whole pages as long as it lives, and `HostExperts`, which holds it, drops the pins first. It
+                // is sealed.
                 unsafe { Pinned::register_source(device, all[part.start..].as_ptr(), whole) }
                     .map_err(|error| error.to_string())
             };

@@ -30,7 +30,7 @@ use crate::engine::fault::CudaFault;
 use crate::engine::layers::SlotTables;
 use crate::experts::{CudaExperts, Panels, WeightSpace};
 
-/// Limits of copies: so many at a time for a layer, and bytes per second, because they share the bandwidth of host memory with CPU ranks.
+/// Limits of copies, at a time for a layer and in bytes per second, because they share the bandwidth of host memory with CPU ranks.
 const POLICY: Policy = Policy { max_uploads_per_step: 4, bytes_per_second: 16_000_000_000 };
 
 /// A copy that has begun.

@@ -7,7 +7,6 @@ mod check_steps;
 mod check_weights;
 mod inputs;
 mod machine;
-mod random;
 mod ranks;
 mod schedule;
 mod sessions;

@@ -5,9 +5,9 @@ use std::time::Duration;
 use expertd_scheduler::{AGED_STEP_INTERVAL, Config, OnFault, RecoveryPolicy, StepKind};
 use expertd_types::LayerId;
 
-use super::random::Random;
 use super::shares::MIN_CLOSED_LOOPS;
 use super::with_sessions;
+use expertd_test_seed::Random;
 
 /// One event in or around the driver. Each input is possible at any time. An input that does not apply does nothing, so any part of a
 /// schedule is a schedule.

@@ -2,8 +2,8 @@
 
 use expertd_scheduler::Config;
 
-use super::random::Random;
 use super::schedule::{BEGIN, Failing, Input, Schedule, failing, healthy, kinds, reload, submit};
+use expertd_test_seed::Random;
 
 /// Sessions that come and go while their calls are computed, ranks that refuse memory, and faults.
 pub(super) fn sessions(random: &mut Random, seed: u64) -> Schedule {

@@ -9,7 +9,7 @@ use expertd_types::{ExpertId, LayerId, Sequence};
 
 use super::Seen;
 use super::check::Budget;
-use super::random::Random;
+use expertd_test_seed::Random;
 
 /// Events of a schedule before its end.
 const EVENTS: u64 = 300;

@@ -6,7 +6,6 @@
 
 mod check;
 mod machine;
-mod random;
 
 use std::fmt;
 

@@ -1,11 +1,11 @@
-//! Random numbers of a schedule.
+//! Random numbers of simulated schedules.
 
 /// SplitMix64, which is small, fast, and equal on all platforms.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    const fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -14,17 +14,22 @@ impl Random {
     }
 
     /// A number in `low..=high`.
-    pub fn between(&mut self, low: u64, high: u64) -> u64 {
+    pub const fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.next() % (high - low + 1)
     }
 
     /// A number below `end`.
-    pub fn below(&mut self, end: usize) -> usize {
+    pub const fn below(&mut self, end: usize) -> usize {
         self.between(0, end as u64 - 1) as usize
     }
 
     /// Returns true in `percent` of 100 cases.
-    pub fn chance(&mut self, percent: u64) -> bool {
+    pub const fn chance(&mut self, percent: u64) -> bool {
         self.between(1, 100) <= percent
+    }
+
+    /// One of `choices`.
+    pub fn choose<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
     }
 }
