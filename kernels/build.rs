@@ -267,7 +267,7 @@ mod cuda {
         if *portable {
             command.arg("-include").arg(folder.join("portable/names.h"));
         } else {
-            // Lines for profilers; three targets with lines would double the size of the binary.
+            // Line numbers for profilers. The portable kernels go without: with three targets they would double the size of the binary.
             command.arg("-lineinfo");
         }
         if let Ok(flags) = env::var("EXPERTD_NVCC_FLAGS") {

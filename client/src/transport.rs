@@ -113,6 +113,10 @@ fn advice(reason: &str) -> &'static str {
         return "the service answers, and its certificate has other names: pass one of them (--tls-server-name NAME; in Python \
                 Credentials(server_name=…))";
     }
+    if reason.contains("UnknownIssuer") || reason.contains("BadSignature") {
+        return "the service answers, but another authority has signed its certificate: pass the file of that one (--tls-ca; in Python \
+                Credentials(ca=…))";
+    }
     "is `expertd serve` running there?"
 }
 

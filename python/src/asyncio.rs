@@ -11,7 +11,7 @@ use pyo3::{IntoPyObjectExt as _, intern};
 use tokio::task::AbortHandle;
 use tonic::Status;
 
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::input::Output;
 use crate::runtime;
 
@@ -42,7 +42,7 @@ impl OnDone {
 /// If no event loop runs in this thread.
 pub(crate) fn spawn<'py, T>(
     py: Python<'py>,
-    future: impl Future<Output = Result<T, Failure>> + Send + 'static,
+    future: impl Future<Output = Result<T, CallError>> + Send + 'static,
 ) -> PyResult<Bound<'py, PyAny>>
 where
     T: for<'a> IntoPyObject<'a> + Send + 'static,
@@ -53,7 +53,7 @@ where
 /// As [`spawn`], for a future that copies rows into `out`. Once the returned future is cancelled, nothing is copied there.
 pub(crate) fn spawn_filling<'py, T>(
     py: Python<'py>,
-    future: impl Future<Output = Result<T, Failure>> + Send + 'static,
+    future: impl Future<Output = Result<T, CallError>> + Send + 'static,
     out: Option<Arc<Output>>,
 ) -> PyResult<Bound<'py, PyAny>>
 where
@@ -79,7 +79,7 @@ where
 }
 
 /// The result of `future`; INTERNAL if it panics, so that the event loop's future ends in any case.
-async fn caught<T>(future: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+async fn caught<T>(future: impl Future<Output = Result<T, CallError>>) -> Result<T, CallError> {
     let mut future = pin!(future);
     poll_fn(|context| {
         let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context)));
@@ -96,7 +96,7 @@ fn deliver<T: for<'a> IntoPyObject<'a>>(
     py: Python<'_>,
     event_loop: &Py<PyAny>,
     promise: Py<PyAny>,
-    result: Result<T, Failure>,
+    result: Result<T, CallError>,
 ) -> PyResult<()> {
     let settle = py.import(intern!(py, "expertd._aio"))?.getattr(intern!(py, "settle"))?;
     let schedule = intern!(py, "call_soon_threadsafe");

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::asyncio;
 use crate::connection::Connection;
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::model::{Model, ModelSummary};
 use crate::receipt::{Answer, Received};
 use crate::request::{Arguments, Options};
@@ -29,7 +29,7 @@ pub(crate) enum Route {
 }
 
 impl Route {
-    async fn connect(&self) -> Result<(), Failure> {
+    async fn connect(&self) -> Result<(), CallError> {
         match self {
             Route::Remote(connection) => connection.connect().await,
             Route::Session(session) => {
@@ -40,7 +40,7 @@ impl Route {
     }
 
     /// Makes a call from a task. Dropping the future ends the call.
-    pub(crate) async fn call(self, arguments: Arguments) -> Result<Received, Failure> {
+    pub(crate) async fn call(self, arguments: Arguments) -> Result<Received, CallError> {
         match self {
             Route::Remote(connection) => {
                 let out = arguments.out.clone();
@@ -66,7 +66,7 @@ impl Route {
         }
     }
 
-    async fn model(&self, name: String) -> Result<Model, Failure> {
+    async fn model(&self, name: String) -> Result<Model, CallError> {
         match self {
             Route::Remote(connection) => Ok(connection.model(&name).await?.into()),
             Route::Session(session) => {
@@ -76,7 +76,7 @@ impl Route {
         }
     }
 
-    async fn models(&self) -> Result<Vec<ModelSummary>, Failure> {
+    async fn models(&self) -> Result<Vec<ModelSummary>, CallError> {
         match self {
             Route::Remote(connection) => connection.models().await,
             Route::Session(_) => Ok(vec![self.model(String::new()).await?.into()]),

@@ -11,7 +11,7 @@ use tokio::sync::OnceCell;
 use tonic::Status;
 use tonic_types::StatusExt as _;
 
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::model::{Model, ModelSummary};
 use crate::receipt::Received;
 use crate::request::Call;
@@ -30,8 +30,8 @@ pub(crate) fn may_be_other_placement(message: &ForwardRequest, status: &Status) 
 /// The result of `future`, DEADLINE_EXCEEDED if it has none within `timeout`.
 pub(crate) async fn within<T>(
     timeout: Option<Duration>,
-    future: impl Future<Output = Result<T, Failure>>,
-) -> Result<T, Failure> {
+    future: impl Future<Output = Result<T, CallError>>,
+) -> Result<T, CallError> {
     let Some(timeout) = timeout else { return future.await };
     let over = |_| Err(Status::deadline_exceeded(format!("no answer within {timeout:?}")).into());
     tokio::time::timeout(timeout, future).await.unwrap_or_else(over)
@@ -74,16 +74,16 @@ impl Connection {
     }
 
     /// Connects, if that has not happened yet.
-    pub(crate) async fn connect(&self) -> Result<(), Failure> {
+    pub(crate) async fn connect(&self) -> Result<(), CallError> {
         self.link().await.map(drop)
     }
 
     /// The open connection; the first call connects.
-    pub(crate) async fn link(&self) -> Result<&Link, Failure> {
+    pub(crate) async fn link(&self) -> Result<&Link, CallError> {
         self.link.get_or_try_init(|| self.open()).await
     }
 
-    async fn open(&self) -> Result<Link, Failure> {
+    async fn open(&self) -> Result<Link, CallError> {
         if self.several || self.names_several().await {
             let mut config = FleetConfig { credentials: self.credentials.clone(), ..FleetConfig::default() };
             if self.is_network {
@@ -95,7 +95,7 @@ impl Connection {
                 config.connect_patience = config.connect_patience.min(policy.max_elapsed);
             }
             let client = FleetClient::connect(&self.addresses.join(","), config).await;
-            return client.map(Link::Several).map_err(|error| Failure::Connect(error.to_string()));
+            return client.map(Link::Several).map_err(|error| CallError::Connect(error.to_string()));
         }
         let client = Client::connect_with(&self.addresses.concat(), &self.credentials).await?;
         Ok(Link::One(Box::new(match self.retry {
@@ -120,7 +120,7 @@ impl Connection {
     }
 
     /// Makes a call. Its timeout bounds connecting as well.
-    pub(crate) async fn forward(&self, call: Call) -> Result<Received, Failure> {
+    pub(crate) async fn forward(&self, call: Call) -> Result<Received, CallError> {
         let start = Instant::now();
         let link = within(call.timeout, self.link()).await?;
         let send = |message| async move {
@@ -140,7 +140,7 @@ impl Connection {
     }
 
     /// Dimensions, layers, limits and versions; several services' layers together.
-    pub(crate) async fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
+    pub(crate) async fn model(&self, name: &str) -> Result<GetModelResponse, CallError> {
         match self.link().await? {
             Link::One(client) => Ok(client.model(name).await?),
             Link::Several(fleet) => {
@@ -154,7 +154,7 @@ impl Connection {
         }
     }
 
-    pub(crate) async fn models(&self) -> Result<Vec<ModelSummary>, Failure> {
+    pub(crate) async fn models(&self) -> Result<Vec<ModelSummary>, CallError> {
         match self.link().await? {
             Link::One(client) => Ok(client.models().await?.into_iter().map(ModelSummary::from).collect()),
             Link::Several(_) => Ok(vec![Model::from(self.model("").await?).into()]),

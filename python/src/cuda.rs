@@ -21,7 +21,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use tonic::Status;
 
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::receipt::{self, Receipt};
 use crate::runtime::OwnProcess;
 use crate::session::open_failure;
@@ -34,7 +34,7 @@ const CAPTURED: usize = 1;
 
 /// A session with its lanes.
 #[derive(Debug)]
-struct Open {
+struct OpenSession {
     lanes: Vec<Lane>,
     /// Number of failures of each lane that were raised as exceptions.
     raised: [AtomicU64; LANES],
@@ -59,7 +59,7 @@ struct Open {
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativeCudaSession {
-    open: Arc<Open>,
+    open: Arc<OpenSession>,
     /// Size of a lane's memory for rows in bytes; as much again is for outputs.
     area_bytes: u64,
 }
@@ -68,7 +68,7 @@ pub(crate) struct NativeCudaSession {
 #[pyclass(frozen)]
 #[derive(Debug)]
 pub(crate) struct NativePrepared {
-    open: Arc<Open>,
+    open: Arc<OpenSession>,
     of_lanes: [Prepared; LANES],
 }
 
@@ -125,7 +125,7 @@ impl PreparedArguments {
 /// [`DType`] numbers it, and whether rows with weights that are not finite become NaN.
 type RoutingArguments = (u64, bool, u64, u32, bool);
 
-impl Open {
+impl OpenSession {
     fn check_process(&self) -> PyResult<()> {
         self.process.check("CUDA session")
     }
@@ -212,7 +212,7 @@ impl Open {
     }
 
     /// Keeps the session until the process ends, because a graph captures a call of it.
-    fn keep(this: &Arc<Open>) -> Result<(), SessionError> {
+    fn keep(this: &Arc<OpenSession>) -> Result<(), SessionError> {
         if this.is_kept.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -237,7 +237,7 @@ fn raise(py: Python<'_>, error: SessionError) -> PyErr {
         SessionError::Driver { .. } | SessionError::Device(_) => Status::internal(error.to_string()),
         other => session::status(other),
     };
-    Failure::from(status).into_exception(py)
+    CallError::from(status).into_exception(py)
 }
 
 #[pymethods]
@@ -265,7 +265,7 @@ impl NativeCudaSession {
         let session = py.detach(|| CudaSession::open(address, &options));
         let session = session.map_err(|error| open_failure(address, error).into_exception(py))?;
         let lanes = py.detach(|| Lane::all(&Arc::new(session))).map_err(|error| raise(py, error))?;
-        let open = Open {
+        let open = OpenSession {
             lanes,
             raised: [const { AtomicU64::new(0) }; LANES],
             raised_released: [const { AtomicU64::new(0) }; LANES],
@@ -383,7 +383,7 @@ impl NativePrepared {
             unsafe {
                 let is_captured = open.lanes[0].is_captured(stream)?;
                 if is_captured {
-                    Open::keep(open)?;
+                    OpenSession::keep(open)?;
                 }
                 let lane = if is_captured { CAPTURED } else { 0 };
                 open.lanes[lane].call(&self.of_lanes[lane], tokens, &arrays, stream, is_captured)

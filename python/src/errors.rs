@@ -15,7 +15,7 @@ const OTHER_LISTENER: &str = "the address accepts connections but did not answer
 
 /// Why a call has no answer.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum CallError {
     /// The service or the transport returned a status.
     Status(Box<Status>),
     /// There is no connection.
@@ -24,31 +24,31 @@ pub(crate) enum Failure {
     Unsupported(String),
 }
 
-impl From<Status> for Failure {
-    fn from(status: Status) -> Failure {
-        Failure::Status(Box::new(status))
+impl From<Status> for CallError {
+    fn from(status: Status) -> CallError {
+        CallError::Status(Box::new(status))
     }
 }
 
-impl From<Box<Status>> for Failure {
-    fn from(status: Box<Status>) -> Failure {
-        Failure::Status(status)
+impl From<Box<Status>> for CallError {
+    fn from(status: Box<Status>) -> CallError {
+        CallError::Status(status)
     }
 }
 
-impl From<ClientError> for Failure {
-    fn from(error: ClientError) -> Failure {
+impl From<ClientError> for CallError {
+    fn from(error: ClientError) -> CallError {
         match error {
             ClientError::Model(status) if !address_hint(&status).is_empty() => {
-                Failure::Connect(format!("{}; {OTHER_LISTENER}", status.message()))
+                CallError::Connect(format!("{}; {OTHER_LISTENER}", status.message()))
             }
             ClientError::Model(status) => status.into(),
-            ClientError::Connect(error) => Failure::Connect(error.to_string()),
+            ClientError::Connect(error) => CallError::Connect(error.to_string()),
         }
     }
 }
 
-impl Failure {
+impl CallError {
     /// Makes the exception of the failure's cause. If importing or constructing it raises an exception, returns that one instead.
     pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
         self.exception(py).unwrap_or_else(|error| error)
@@ -57,11 +57,11 @@ impl Failure {
     fn exception(self, py: Python<'_>) -> PyResult<PyErr> {
         let errors = py.import(intern!(py, "expertd._errors"))?;
         let exception = match self {
-            Failure::Connect(message) => errors.call_method1(intern!(py, "connect_error"), (message,))?,
-            Failure::Unsupported(message) => {
+            CallError::Connect(message) => errors.call_method1(intern!(py, "connect_error"), (message,))?,
+            CallError::Unsupported(message) => {
                 errors.getattr(intern!(py, "UnsupportedError"))?.call1((message,))?
             }
-            Failure::Status(status) => {
+            CallError::Status(status) => {
                 let details = PyDict::new(py);
                 details.set_item("retry_after", retry_delay(&status).map(|delay| delay.as_secs_f64()))?;
                 details.set_item("reason", status.get_details_error_info().map(|info| info.reason))?;

@@ -10,7 +10,7 @@ use tonic::Status;
 
 use crate::array::Array;
 use crate::element::Element;
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::input::Output;
 
 /// Phase timings of one step, nanoseconds, of the slowest rank in each phase.
@@ -187,7 +187,7 @@ impl Received {
     ///
     /// # Errors
     /// INTERNAL if the answer has another size.
-    pub(crate) fn placed(self, out: Option<Arc<Output>>) -> Result<Received, Failure> {
+    pub(crate) fn placed(self, out: Option<Arc<Output>>) -> Result<Received, CallError> {
         match (self.rows, out) {
             (Rows::Own(array), Some(out)) => {
                 out.fill(array.as_bytes())

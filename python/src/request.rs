@@ -10,7 +10,7 @@ use tonic::Status;
 
 use crate::array::Array;
 use crate::element::Element;
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::input::{Input, Output};
 use crate::receipt::{self, Received, Rows};
 use crate::runtime::timeout;
@@ -197,7 +197,7 @@ impl Shape {
     ///
     /// # Errors
     /// INTERNAL if the message does not have as many bytes of rows as the request.
-    pub(crate) fn read_answer(&self, response: ForwardResponse) -> Result<Received, Failure> {
+    pub(crate) fn read_answer(&self, response: ForwardResponse) -> Result<Received, CallError> {
         let ForwardResponse { rows, receipt } = response;
         let found = rows.len();
         // The receipt's arrays share the message's memory with the rows. They are copied and dropped first, so that the

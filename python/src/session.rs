@@ -16,7 +16,7 @@ use tonic::Status;
 use self::current::{CurrentSession, Opened, call_failure, expect_name};
 pub(crate) use self::current::{Place, open_failure};
 use crate::array::Array;
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::line::Line;
 use crate::receipt::{self, Received, Rows};
 use crate::request::Arguments;
@@ -34,13 +34,13 @@ const MAX_ROUTING_BYTES: usize = 64 * 8;
 #[derive(Debug)]
 pub(crate) enum End {
     /// The call failed.
-    Failed(Failure),
+    Failed(CallError),
     /// A signal handler raised this exception, or the caller stopped waiting.
     Interrupted(PyErr),
 }
 
-impl From<Failure> for End {
-    fn from(failure: Failure) -> End {
+impl From<CallError> for End {
+    fn from(failure: CallError) -> End {
         End::Failed(failure)
     }
 }
@@ -73,7 +73,7 @@ impl SessionRoute {
     }
 
     /// Opens the session, if it is not open.
-    pub(crate) fn connect(&self) -> Result<(), Failure> {
+    pub(crate) fn connect(&self) -> Result<(), CallError> {
         self.current.connect()
     }
 
@@ -81,7 +81,7 @@ impl SessionRoute {
     ///
     /// # Errors
     /// NOT_FOUND if the service's model has another name than `name`, and the failure of the question itself.
-    pub(crate) fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
+    pub(crate) fn model(&self, name: &str) -> Result<GetModelResponse, CallError> {
         self.current.model(name)
     }
 
@@ -95,7 +95,7 @@ impl SessionRoute {
         let mut attempt = 1;
         loop {
             let status = match self.attempt(arguments, start, check) {
-                Err(End::Failed(Failure::Status(status))) => status,
+                Err(End::Failed(CallError::Status(status))) => status,
                 other => return other,
             };
             let pause = self.retry.and_then(|retry| retry.pause(&status, attempt, start.elapsed()));
@@ -104,7 +104,7 @@ impl SessionRoute {
                     sleep(pause, check)?;
                     attempt += 1;
                 }
-                _ => return Err(End::Failed(Failure::Status(status))),
+                _ => return Err(End::Failed(CallError::Status(status))),
             }
         }
     }

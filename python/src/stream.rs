@@ -16,7 +16,7 @@ use tonic::Status;
 use crate::asyncio;
 use crate::client::Route;
 use crate::connection::{Connection, Link, may_be_other_placement, within};
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::receipt::{Answer, Received};
 use crate::request::{Arguments, Call, Options};
 use crate::runtime::{OwnProcess, wait};
@@ -33,12 +33,12 @@ enum Waiting {
 
 /// An open stream.
 #[derive(Clone, Debug)]
-struct Open {
+struct OpenStream {
     sender: RequestSender,
     waiting: Arc<Mutex<Waiting>>,
 }
 
-impl Open {
+impl OpenStream {
     /// Sends a request and waits for its answer.
     async fn call(
         &self,
@@ -99,18 +99,18 @@ async fn receive(mut answers: AnswerReceiver, waiting: Arc<Mutex<Waiting>>) {
 struct Shared {
     connection: Arc<Connection>,
     capacity: usize,
-    current: AsyncMutex<Current>,
+    current: AsyncMutex<StreamState>,
 }
 
 #[derive(Debug, Default)]
-struct Current {
-    open: Option<Open>,
+struct StreamState {
+    open: Option<OpenStream>,
     next_id: u64,
 }
 
 impl Shared {
     /// The open stream and an id that no other call has.
-    async fn open(&self, client: &Client) -> Result<(Open, u64), Failure> {
+    async fn open(&self, client: &Client) -> Result<(OpenStream, u64), CallError> {
         let mut current = self.current.lock().await;
         let open = match current.open.as_ref().filter(|open| open.end().is_none()) {
             Some(open) => open.clone(),
@@ -118,7 +118,7 @@ impl Shared {
                 let (sender, answers) = client.stream(self.capacity).await?;
                 let waiting = Arc::new(Mutex::new(Waiting::Open(HashMap::new())));
                 tokio::spawn(receive(answers, Arc::clone(&waiting)));
-                let open = Open { sender, waiting };
+                let open = OpenStream { sender, waiting };
                 current.open = Some(open.clone());
                 open
             }
@@ -128,7 +128,7 @@ impl Shared {
     }
 
     /// Makes a call. Several services have no common stream, so that each call to them is one of its own.
-    async fn call(&self, mut call: Call) -> Result<Received, Failure> {
+    async fn call(&self, mut call: Call) -> Result<Received, CallError> {
         let start = Instant::now();
         let link = within(call.timeout, self.connection.link()).await?;
         call.timeout = call.timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
@@ -139,7 +139,7 @@ impl Shared {
     }
 
     /// Makes a call on the stream, with retries by the client's policy.
-    async fn call_on_stream(&self, client: &Client, call: &Call) -> Result<Received, Failure> {
+    async fn call_on_stream(&self, client: &Client, call: &Call) -> Result<Received, CallError> {
         let start = Instant::now();
         let timeout = call.timeout;
         let mut attempt = 1;
@@ -148,7 +148,7 @@ impl Shared {
             let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
             let status = match self.call_once(client, call.message.clone(), left).await {
                 Ok(response) => return call.shape.read_answer(response),
-                Err(Failure::Status(status)) => status,
+                Err(CallError::Status(status)) => status,
                 Err(failure) => return Err(failure),
             };
             if !is_second && may_be_other_placement(&call.message, &status) {
@@ -162,7 +162,7 @@ impl Shared {
                     tokio::time::sleep(pause).await;
                     attempt += 1;
                 }
-                _ => return Err(Failure::Status(status)),
+                _ => return Err(CallError::Status(status)),
             }
         }
     }
@@ -172,7 +172,7 @@ impl Shared {
         client: &Client,
         message: ForwardRequest,
         timeout: Option<Duration>,
-    ) -> Result<ForwardResponse, Failure> {
+    ) -> Result<ForwardResponse, CallError> {
         // The service answers in time. This timeout ends the wait if the stream does not open, or the connection does not deliver the
         // answer.
         within(timeout, async {
@@ -192,7 +192,7 @@ enum StreamRoute {
 }
 
 impl StreamRoute {
-    async fn call(self, arguments: Arguments) -> Result<Received, Failure> {
+    async fn call(self, arguments: Arguments) -> Result<Received, CallError> {
         match self {
             StreamRoute::Grpc(shared) => shared.call(arguments.into_call()).await,
             StreamRoute::Session(route) => route.call(arguments).await,
@@ -276,7 +276,7 @@ impl NativeStream {
 #[pyclass(frozen, module = "expertd")]
 #[derive(Debug)]
 pub(crate) struct Pending {
-    task: Mutex<Option<JoinHandle<Result<Received, Failure>>>>,
+    task: Mutex<Option<JoinHandle<Result<Received, CallError>>>>,
     process: OwnProcess,
 }
 

@@ -139,10 +139,9 @@ async fn tls_keeps_plaintext_and_strangers_out() {
     assert!(!error.contains("is `expertd serve` running"), "{error}");
     let other = tempfile::tempdir().unwrap();
     Authority::new(other.path(), "ca");
-    assert!(
-        Client::connect_with(&service.tcp, &client_side(other.path())).await.is_err(),
-        "another authority"
-    );
+    let error =
+        Client::connect_with(&service.tcp, &client_side(other.path())).await.err().unwrap().to_string();
+    assert!(error.contains("another authority") && error.contains("--tls-ca"), "{error}");
     // Bytes that are no handshake end the connection.
     let mut socket = tokio::net::TcpStream::connect(&service.tcp).await.unwrap();
     socket.write_all(&[0x16, 3, 1, 255, 255, 1, 2, 3]).await.unwrap();

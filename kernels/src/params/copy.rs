@@ -61,7 +61,7 @@ pub struct CopyOutParams {
     pub topk_ids: u64,
     /// f32 `[T, k]`.
     pub topk_weights: u64,
-    /// From copy_in.
+    /// Row places `[T]`, which copy_in wrote.
     pub places: u64,
     /// u32: number of assignments.
     pub assignments: u64,

@@ -16,7 +16,7 @@ use prost::Message as _;
 use tonic::{Code, Status};
 
 use super::time_left;
-use crate::errors::Failure;
+use crate::errors::CallError;
 use crate::input::Input;
 use crate::request::Arguments;
 
@@ -49,12 +49,12 @@ impl Place {
         }
     }
 
-    fn failure(&self, error: SessionError) -> Failure {
+    fn failure(&self, error: SessionError) -> CallError {
         match (self, error) {
             (Place::Host(address), error) => open_failure(address, error),
             (Place::Network(..), error) => match call_failure(error) {
-                Failure::Status(status) if status.code() == Code::Unavailable => {
-                    Failure::Connect(status.message().to_owned())
+                CallError::Status(status) if status.code() == Code::Unavailable => {
+                    CallError::Connect(status.message().to_owned())
                 }
                 other => other,
             },
@@ -88,7 +88,7 @@ impl Opened {
 #[derive(Debug)]
 pub(super) struct CurrentSession {
     place: Place,
-    current: Mutex<Current>,
+    current: Mutex<SessionState>,
     /// `is_opening` was cleared.
     opened: Condvar,
     /// The service has refused a larger session.
@@ -96,7 +96,7 @@ pub(super) struct CurrentSession {
 }
 
 #[derive(Debug, Default)]
-struct Current {
+struct SessionState {
     session: Option<Opened>,
     /// A thread opens a session, without the lock.
     is_opening: bool,
@@ -118,12 +118,12 @@ impl CurrentSession {
         CurrentSession { place, current, opened, is_largest: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Current> {
+    fn lock(&self) -> MutexGuard<'_, SessionState> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Opens the session, if it is not open.
-    pub(super) fn connect(self: &Arc<Self>) -> Result<(), Failure> {
+    pub(super) fn connect(self: &Arc<Self>) -> Result<(), CallError> {
         self.with_room(0, None).map(drop).map_err(|error| self.place.failure(error))
     }
 
@@ -201,7 +201,7 @@ impl CurrentSession {
     ///
     /// # Errors
     /// NOT_FOUND if the model has another name, and the failure of the question itself.
-    pub(super) fn model(&self, name: &str) -> Result<GetModelResponse, Failure> {
+    pub(super) fn model(&self, name: &str) -> Result<GetModelResponse, CallError> {
         let bytes = match &self.place {
             Place::Host(address) => session::fetch_model(address, OPEN_TIMEOUT),
             Place::Network(address, credentials) => network::fetch_model(address, credentials, OPEN_TIMEOUT),
@@ -218,7 +218,7 @@ fn decode(bytes: &[u8]) -> Result<GetModelResponse, SessionError> {
 }
 
 /// NOT_FOUND if the call names another model.
-pub(super) fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), Failure> {
+pub(super) fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), CallError> {
     if name.is_empty() || name == model.name {
         return Ok(());
     }
@@ -226,15 +226,15 @@ pub(super) fn expect_name(model: &GetModelResponse, name: &str) -> Result<(), Fa
 }
 
 /// The failure of a call.
-pub(super) fn call_failure(error: SessionError) -> Failure {
+pub(super) fn call_failure(error: SessionError) -> CallError {
     match error {
-        SessionError::Network(text) => Failure::Unsupported(text),
+        SessionError::Network(text) => CallError::Unsupported(text),
         other => session::status(other).into(),
     }
 }
 
 /// The failure of a session that could not be opened.
-pub(crate) fn open_failure(address: &str, error: SessionError) -> Failure {
+pub(crate) fn open_failure(address: &str, error: SessionError) -> CallError {
     let hint = "sessions need the socket of `expertd serve --session-listen unix:PATH`";
     match error {
         SessionError::Socket { source, .. } if source.kind() == ErrorKind::PermissionDenied => {
@@ -246,11 +246,11 @@ pub(crate) fn open_failure(address: &str, error: SessionError) -> Failure {
         SessionError::Socket { source, .. }
             if matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
         {
-            Failure::Connect(format!("session socket {address}: no answer within {OPEN_TIMEOUT:?}; {hint}"))
+            CallError::Connect(format!("session socket {address}: no answer within {OPEN_TIMEOUT:?}; {hint}"))
         }
         SessionError::Socket { .. } | SessionError::Protocol(_) => {
-            Failure::Connect(format!("{error}; {hint}"))
+            CallError::Connect(format!("{error}; {hint}"))
         }
-        other => Failure::Connect(other.to_string()),
+        other => CallError::Connect(other.to_string()),
     }
 }

@@ -9,7 +9,7 @@ use clap::Args;
 use expertd_client::transport::{self, Channel, ConnectError, Credentials};
 use expertd_proto::v1::admin_client::AdminClient;
 
-use super::client::call_failed;
+use super::client::{call_failed, not_connected};
 use super::exit::CommandError;
 
 /// Address of a service's Admin service.
@@ -46,7 +46,7 @@ impl AdminAddress {
                      --admin-listen`)"
                 )))
             }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(not_connected(error)),
         }
     }
 

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::path::Path;
 
-use expertd_client::transport::{self, Channel, Credentials};
+use expertd_client::transport::{self, Channel, ConnectError, Credentials};
 use expertd_client::with_address_hint;
 use expertd_proto::retry_delay;
 use expertd_proto::transport::CONTROL_MESSAGE_BYTES;
@@ -21,7 +21,12 @@ pub const DEFAULT_ADDRESS: &str = "127.0.0.1:50051";
 
 /// The error of a call that ended with a status.
 pub(crate) fn call_failed(call: impl Display, status: &Status) -> CommandError {
-    CommandError::failed(format!("{call} failed: {}", describe(status)))
+    let way_out = if status.code() == tonic::Code::Unauthenticated {
+        "; --token-file FILE sends a token, --tls-cert FILE --tls-key FILE a certificate"
+    } else {
+        ""
+    };
+    CommandError::failed(format!("{call} failed: {}{way_out}", describe(status)))
 }
 
 /// Reads a text file.
@@ -35,7 +40,15 @@ pub(crate) fn read(path: &Path) -> Result<String, CommandError> {
 /// # Errors
 /// If the address is malformed, a file cannot be used, or the connection fails.
 pub async fn connect(address: &str, credentials: &Credentials) -> Result<MoeClient<Channel>, CommandError> {
-    Ok(MoeClient::new(transport::connect_with(address, credentials).await?))
+    Ok(MoeClient::new(transport::connect_with(address, credentials).await.map_err(not_connected)?))
+}
+
+/// A malformed address and a file that cannot be used are errors of usage; a service that does not answer is none.
+pub(crate) fn not_connected(error: ConnectError) -> CommandError {
+    match error {
+        ConnectError::Address { .. } | ConnectError::Credentials { .. } => CommandError::usage(error),
+        ConnectError::Unreachable { .. } => CommandError::failed(error),
+    }
 }
 
 /// Gets the description of a model (of the only one if `name` is empty) and raises the client's limit for answers to what
@@ -134,6 +147,7 @@ mod tests {
     use tonic_types::ErrorDetails;
 
     use super::*;
+    use crate::exit::USAGE;
 
     #[test]
     fn control_characters_of_a_service_are_escaped() {
@@ -180,5 +194,17 @@ mod tests {
             .map(|_| ())
             .expect_err("nothing listens on port 1");
         assert!(error.to_string().contains("127.0.0.1:1"), "{error}");
+        assert_eq!(error.status(), 1);
+        let error = connect("127.0.0.1", &Credentials::default()).await.map(|_| ()).unwrap_err();
+        assert_eq!(error.status(), USAGE, "{error}");
+        let missing = Credentials { token_file: Some("/nowhere/token".into()), ..Credentials::default() };
+        let error = connect("127.0.0.1:1", &missing).await.map(|_| ()).unwrap_err();
+        assert_eq!(error.status(), USAGE, "{error}");
+    }
+
+    #[test]
+    fn a_refused_caller_is_told_which_flags_send_credentials() {
+        let error = call_failed("Forward", &Status::unauthenticated("a token is required")).to_string();
+        assert!(error.contains("a token is required (UNAUTHENTICATED); --token-file FILE"), "{error}");
     }
 }

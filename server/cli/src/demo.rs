@@ -106,7 +106,8 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, CommandError> {
     let verdict = call_all(&args, &running, &Checkpoint::open(&path)?).await;
     let status = running.service().status();
     running.drain().await;
-    println!("5. drained; {} steps in all, ranks reaped, nothing left behind", status.steps_total);
+    let steps = count(status.steps_total, "step");
+    println!("5. drained; {steps} in all, ranks reaped, nothing left behind");
     let right = verdict?;
     println!("{}", if right { "demo: every row is right" } else { "demo: WRONG ROWS, see above" });
     Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -125,7 +126,8 @@ async fn call_all(
     let address = running.address().map(ToString::to_string).unwrap_or_default();
     println!("3. {} tokens of random f32 rows through each MoE layer, over gRPC at {address}", args.tokens);
     println!("4. each row against a plain f64 computation of the block, with the largest relative error:");
-    let mut client = client::connect(&address, &Credentials::default()).await?;
+    let client = client::connect(&address, &Credentials::default()).await?;
+    let (mut client, _) = client::get_model(client, "").await?;
     let hidden = checkpoint.spec().hidden;
     let mut random = SmallRng::seed_from_u64(rand::random());
     let mut all_right = true;

@@ -224,10 +224,7 @@ fn in_words(checkpoint: &Checkpoint, ranks: usize, coverage: Coverage) -> String
     line("ranks", &ranks.to_string());
     for (rank, size) in per_rank.iter().enumerate() {
         let experts: Vec<String> = counts(spec).into_iter().map(|e| range(e, ranks, rank)).collect();
-        line(
-            &format!("  rank {rank}"),
-            &format!("{} of weights, experts {}", bytes(*size), experts.join(" or ")),
-        );
+        line(&format!("  rank {rank}"), &format!("{} of weights, {}", bytes(*size), experts.join(" or ")));
     }
     let total: u64 = per_rank.iter().sum();
     line("  all ranks", &bytes(total));
@@ -294,7 +291,11 @@ fn counts(spec: &ModelSpec) -> Vec<usize> {
 
 fn range(experts: usize, ranks: usize, rank: usize) -> String {
     let range = Placement::new(experts, ranks).range(Rank(u32::try_from(rank).expect("few ranks")));
-    if range.is_empty() { "none".into() } else { format!("{} to {}", range.start, range.end - 1) }
+    match range.len() {
+        0 => "no experts".into(),
+        1 => format!("expert {}", range.start),
+        _ => format!("experts {} to {}", range.start, range.end - 1),
+    }
 }
 
 /// Groups layers whose blocks are equal.

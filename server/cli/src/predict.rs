@@ -52,7 +52,7 @@ impl FromStr for MemoryRates {
                 "core-gflops" => &mut rates.core_gflops,
                 _ => {
                     return Err(format!(
-                        "`{part}` is no rate; expected gpu=, host= or pcie= with GB/s, gpu-tflops= or core-gflops="
+                        "`{part}` is not a rate; expected gpu=, host= or pcie= with GB/s, gpu-tflops= or core-gflops="
                     ));
                 }
             };

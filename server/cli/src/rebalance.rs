@@ -22,6 +22,8 @@ use super::status::expert_rows;
 ///
 /// In a group of a GPU rank and CPU ranks, the GPU rank keeps its number of experts of each layer and gets those with the most rows; the
 /// CPU ranks share the others evenly. Before and after are then the part of the layer's rows on the CPU rank with the most.
+///
+/// Exits with status 0 if a placement was printed, 64 for a file that cannot be used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct RebalanceArgs {
     /// Largest number of experts of a layer that a rank may own beside its even share, rounded up

@@ -241,7 +241,7 @@ impl Store {
             .for_each(|mapped| mapped.expect_few_bytes(few));
     }
 
-    /// [`Mapped::will_need`], for bytes that [`bytes`](Self::bytes) gave.
+    /// Calls [`Mapped::will_need`] for a slice that [`bytes`](Self::bytes) returned.
     pub(super) fn will_need(&self, bytes: &[u8]) {
         let (shard, place) = self.place(bytes);
         self.mapped(shard).will_need(place);

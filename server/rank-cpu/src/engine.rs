@@ -138,7 +138,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     }
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");
-    let parts = Parts { pool, weights, all, row_counts: joining.row_counts.clone() };
+    let parts = EngineParts { pool, weights, all, row_counts: joining.row_counts.clone() };
     let (weight_bytes, device) = (parts.weights.weight_bytes, parts.device());
     let engine: Box<dyn StepEngine> = if !setup.shape.is_mixed() {
         let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
@@ -156,7 +156,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 }
 
 /// What the engines of CPU ranks are made of.
-struct Parts {
+struct EngineParts {
     pool: rayon::ThreadPool,
     weights: MappedWeights,
     /// On the source of a mixed group: the shares of all ranks.
@@ -164,17 +164,21 @@ struct Parts {
     row_counts: RowCounts,
 }
 
-impl Parts {
+impl EngineParts {
     /// Human-readable description of the device.
     fn device(&self) -> String {
-        format!("cpu, {} threads, {}", self.pool.current_num_threads(), SimdLevel::active())
+        let threads = match self.pool.current_num_threads() {
+            1 => "1 thread".to_owned(),
+            threads => format!("{threads} threads"),
+        };
+        format!("cpu, {threads}, {}", SimdLevel::active())
     }
 }
 
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
-    fn new(setup: &RankSetup, group: CpuGroup, parts: Parts) -> Self {
-        let Parts { pool, weights, row_counts, .. } = parts;
+    fn new(setup: &RankSetup, group: CpuGroup, parts: EngineParts) -> Self {
+        let EngineParts { pool, weights, row_counts, .. } = parts;
         let MappedWeights { spec, layers, .. } = weights;
         let threads = pool.current_num_threads();
         let workspace = workspace(&spec, &layers, &setup.shape, threads);

@@ -323,7 +323,7 @@ pub(crate) fn map(
         };
         return Err(contents(share((rank, ranks, sources), fingerprint), share(group, &index.fingerprint)));
     }
-    let mut parts = Parts {
+    let mut parts = UntakenParts {
         shared: Arc::clone(&memory) as SharedBytes,
         matrices: index.matrices.into_iter(),
         vectors: index.vectors.into_iter(),
@@ -338,7 +338,7 @@ pub(crate) fn map(
 }
 
 /// The parts that were not taken yet.
-struct Parts {
+struct UntakenParts {
     shared: SharedBytes,
     matrices: std::vec::IntoIter<StoredMatrix>,
     vectors: std::vec::IntoIter<Place>,
@@ -352,7 +352,7 @@ fn range([offset, bytes]: Place) -> Range<usize> {
     start..start.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
-impl Parts {
+impl UntakenParts {
     fn ended(what: &str) -> WeightsError {
         WeightsError::Contents { expected: format!("another {what}"), found: "the end of the index".into() }
     }

@@ -13,7 +13,7 @@ use AttachAnswer as Answer;
 
 /// What the driver does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Action {
+pub(crate) enum MemoryAction {
     /// Send the memory to every rank.
     Attach(MemoryId),
     /// Ask every rank to detach the memory.
@@ -85,7 +85,7 @@ struct UnderWay {
 #[derive(Debug)]
 pub(crate) struct Attachments {
     ranks: usize,
-    /// Whether there are ranks that take orders.
+    /// Whether there are ranks that can attach and detach memories.
     is_serving: bool,
     memories: BTreeMap<MemoryId, Entry>,
     under_way: Option<UnderWay>,
@@ -210,13 +210,13 @@ impl Attachments {
     }
 
     /// The next action; without `may_order`, only a release.
-    pub(crate) fn poll(&mut self, may_order: bool) -> Option<Action> {
+    pub(crate) fn poll(&mut self, may_order: bool) -> Option<MemoryAction> {
         let idle = |attachment: &Entry| attachment.is_closing && attachment.segments == 0;
         let mut memories = self.memories.iter();
         let released = memories.find(|(_, memory)| idle(memory) && memory.place == Place::Nowhere);
         if let Some(memory) = released.map(|(memory, _)| *memory) {
             self.memories.remove(&memory);
-            return Some(Action::Release(memory));
+            return Some(MemoryAction::Release(memory));
         }
         if !may_order || !self.is_serving || self.under_way.is_some() {
             return None;
@@ -231,7 +231,11 @@ impl Attachments {
             .find_map(|(memory, attachment)| wants(attachment).map(|place| (*memory, attachment, place)))?;
         attachment.place = place;
         self.under_way = Some(UnderWay { memory, answered: vec![false; self.ranks], refused: None });
-        Some(if place == Place::Attaching { Action::Attach(memory) } else { Action::Detach(memory) })
+        Some(if place == Place::Attaching {
+            MemoryAction::Attach(memory)
+        } else {
+            MemoryAction::Detach(memory)
+        })
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) enum Admission {
 
 /// A request on its way to the step loop.
 #[derive(Debug)]
-pub(crate) struct Mail<P> {
+pub(crate) struct InboxEntry<P> {
     pub(crate) key: RequestKey,
     pub(crate) submission: Submission,
     pub(crate) admitted: Time,
@@ -69,7 +69,7 @@ pub struct Inbox<P> {
     draining: Option<Time>,
     /// Whether a request or a drain has arrived since the last exchange.
     has_mail: bool,
-    incoming: Vec<Mail<P>>,
+    incoming: Vec<InboxEntry<P>>,
     /// Number of rows of `incoming`; only the inbox writes it.
     incoming_tokens: usize,
     /// Number of rows that wait in the step loop. Only the step loop writes it, so the inbox never subtracts from it.
@@ -82,7 +82,7 @@ pub struct Inbox<P> {
 /// The contents that the step loop took out of an inbox, for [`StepLoop::receive`](crate::StepLoop::receive).
 #[derive(Debug)]
 #[must_use = "requests of a delivery that is not received are lost"]
-pub struct Delivery<P>(pub(crate) Vec<Mail<P>>);
+pub struct Delivery<P>(pub(crate) Vec<InboxEntry<P>>);
 
 impl<P> Inbox<P> {
     /// An inbox that admits nothing before the first generation serves. An empty queue accepts a request of any size; otherwise
@@ -123,7 +123,7 @@ impl<P> Inbox<P> {
         self.last_key += 1;
         let key = RequestKey(self.last_key);
         self.incoming_tokens += submission.tokens;
-        self.incoming.push(Mail { key, submission, admitted: now, payload });
+        self.incoming.push(InboxEntry { key, submission, admitted: now, payload });
         key
     }
 

@@ -72,7 +72,7 @@ pub struct Receipt {
 
 /// Why an admitted request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Failure {
+pub enum Unanswered {
     /// There was a fault and the request could not wait for the next generation, or a drain passed its deadline. Retrying is safe.
     Unavailable {
         /// What happened.

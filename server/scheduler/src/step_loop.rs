@@ -20,7 +20,7 @@ use crate::hash::KeyMap;
 use crate::queue::FairQueue;
 use crate::recovery::Recovery;
 use crate::throughput::Throughput;
-use crate::{ClientKey, Failure, Fault, RequestKey, StepKind, Time};
+use crate::{ClientKey, Fault, RequestKey, StepKind, Time, Unanswered};
 
 /// Waiting requests are checked for deadlines and for callers that left at least this often.
 pub const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
@@ -49,7 +49,7 @@ struct Request {
     /// Whether ranks use memory that the caller lends.
     in_place: bool,
     /// Why the request ends without an answer once no step in flight names it. Its waiting rows have left the queue.
-    withdrawn: Option<Failure>,
+    withdrawn: Option<Unanswered>,
 }
 
 impl Request {
@@ -76,7 +76,7 @@ struct GroupLife {
 /// Why the ranks of a generation are being ended.
 #[derive(Clone, Debug)]
 enum Leaving {
-    /// It had this fault.
+    /// The generation had this fault.
     Fault(Fault),
     /// The next one serves other weights.
     Replaced,

@@ -152,7 +152,7 @@ fn prepare_cuda(
         let text = "the service's CPU ranks cannot access the memory of a GPU; open a host session";
         return Err(text.to_owned());
     }
-    // Last: clients of a service without GPUs can pass no descriptor.
+    // After all checks, so that no descriptor is taken for a session that is refused.
     let memory =
         socket::receive_one(socket, "the client", "its memory").map_err(|error| error.to_string())?;
     prepare_device(shared, socket, opener, open, memory)

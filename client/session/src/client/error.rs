@@ -38,7 +38,7 @@ pub fn check_weights(expected: &str, found: &str) -> Result<(), SessionError> {
     Err(other_weights(format!("weights with fingerprint {expected} are expected, {found} are loaded")))
 }
 
-/// The error of calls that other weights than the expected ones computed, or may have.
+/// The error of a call that may have been computed with other weights than it expects.
 pub(crate) fn other_weights(message: String) -> SessionError {
     SessionError::Status {
         code: FAILED_PRECONDITION,

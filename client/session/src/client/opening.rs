@@ -96,8 +96,8 @@ impl<'a> Opening<'a> {
         }
     }
 
-    /// Ends this half of the socket after the deadline, which was exceeded with `error`. A service that waits for its ranks then says why
-    /// the session is not open.
+    /// Asks, after the deadline, why the session is not open: a service that waits for its ranks answers with the reason once this end
+    /// shuts its half of the socket down. Without an answer returns `error`, the timeout.
     fn ask_why(&self, error: io::Error) -> io::Result<Option<(u32, Vec<u8>)>> {
         let _ = self.socket.shutdown(Shutdown::Write);
         match socket::receive_until(&self.socket, MAX_SERVICE_FRAME, Instant::now() + WHY_TIMEOUT) {

@@ -50,14 +50,14 @@ impl FromStr for Kinds {
         let first = match kinds[0] {
             "cpu" => DeviceKind::Cpu,
             "cuda" => DeviceKind::Cuda,
-            _ => return Err(format!("`{text}` is no device; expected cpu, cuda, or cuda,cpu")),
+            _ => return Err(format!("`{text}` is not a device; expected cpu, cuda, or cuda,cpu")),
         };
         match kinds[1..] {
             [] => Ok(first.into()),
             ["cpu"] => Ok(Kinds { first, is_mixed: true }),
-            _ => {
-                Err(format!("`{text}` is no pair of devices; expected cuda,cpu: a GPU rank, then CPU ranks"))
-            }
+            _ => Err(format!(
+                "`{text}` is not a pair of devices; expected cuda,cpu: a GPU rank, then CPU ranks"
+            )),
         }
     }
 }
@@ -68,7 +68,9 @@ impl FromStr for RankNumbers {
     fn from_str(text: &str) -> Result<Self, String> {
         let number = |part: &str| {
             let problem = || {
-                format!("`{text}` is no number of ranks; expected such as 2, or 1,2 for --device cuda,cpu")
+                format!(
+                    "`{text}` is not a number of ranks; expected one such as 2, or two such as 1,2 for --device cuda,cpu"
+                )
             };
             part.trim().parse::<u32>().map_err(|_| problem())
         };
@@ -83,16 +85,18 @@ impl FromStr for MemorySize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let problem =
+            || format!("`{text}` is not a size; expected bytes, or units of 1024 as in 600MiB and 40GiB");
         let digits = text.trim().trim_end_matches(|c: char| !c.is_ascii_digit());
         let shift = match text.trim()[digits.len()..].trim() {
             "" | "B" => 0,
             "K" | "KiB" => 10,
             "M" | "MiB" => 20,
             "G" | "GiB" => 30,
-            _ => return Err(format!("`{text}` is no size; expected such as 40GiB")),
+            _ => return Err(problem()),
         };
         let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
-        number.map(MemorySize).ok_or_else(|| format!("`{text}` is no size; expected such as 40GiB"))
+        number.map(MemorySize).ok_or_else(problem)
     }
 }
 
@@ -173,7 +177,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(MemorySize(bytes)), "{text}");
         }
         for text in ["", "G", "1.5G", "40TB", "-1", "99999999999G"] {
-            assert!(text.parse::<MemorySize>().is_err(), "{text}");
+            assert!(text.parse::<MemorySize>().unwrap_err().contains("units of 1024"), "{text}");
         }
     }
 

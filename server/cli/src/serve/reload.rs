@@ -190,7 +190,7 @@ fn difference(present: &Value, new: &Value, path: String) -> Option<String> {
         (Value::Array(present), Value::Array(new)) => {
             Some(format!("{path} has {} entries, expected {}", new.len(), present.len()))
         }
-        // Fractions of a model are f32; text may change the last bits of their f64.
+        // A model stores fractions as f32; as f64 in JSON their last bits may differ.
         (Value::Number(present), Value::Number(new)) if present.is_f64() && new.is_f64() => {
             let same = present.as_f64().map(|value| value as f32) == new.as_f64().map(|value| value as f32);
             (!same).then(|| format!("{path} is {new}, expected {present}"))

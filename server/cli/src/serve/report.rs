@@ -11,7 +11,7 @@ use super::plan::ServePlan;
 use super::settings::{SettingSource, ShownSetting};
 use crate::mps;
 use crate::predict;
-use crate::units::{bytes, wrap};
+use crate::units::{bytes, count, wrap};
 use crate::weight_bytes::{bytes_of_ranks, gpu_bytes_of_ranks};
 use expertd_core::backend::{Backend, RankState, ServiceState};
 use expertd_core::listen::Address;
@@ -192,7 +192,7 @@ fn tiers(plan: &ServePlan) -> String {
     let workers = ranks - sources;
     if resident == all {
         return format!(
-            "all {all} experts on rank 0, so the other {workers} ranks never compute: leave them out (--device {})",
+            "all {all} experts on rank 0, so CPU ranks never compute: leave them out (--device {})",
             cluster.device()
         );
     }
@@ -201,8 +201,8 @@ fn tiers(plan: &ServePlan) -> String {
         rows => format!("; rank 0 computes all experts of steps of {rows} rows and more"),
     };
     format!(
-        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {workers} CPU ranks, in {} of host memory\
-         {streamed}",
+        "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {}, in {} of host memory{streamed}",
+        count(workers as u64, "CPU rank"),
         bytes(on_cpus),
     )
 }

@@ -47,7 +47,7 @@ pub(crate) struct RankView {
 }
 
 #[derive(Debug)]
-struct Member {
+struct RunningRank {
     process: ChildProcess,
     view: RankView,
     heartbeat: u64,
@@ -69,7 +69,7 @@ pub(crate) struct Group {
     config: Arc<ClusterConfig>,
     generation: Generation,
     channel: RouterChannel,
-    members: Vec<Member>,
+    members: Vec<RunningRank>,
     ending: Option<Ending>,
     events: Receiver<(Rank, News<FromRank>)>,
     /// Events received and not yet processed.
@@ -152,7 +152,7 @@ impl Group {
                 total_bytes: 0,
                 usage: None,
             };
-            group.members.push(Member { process, view, heartbeat: 0, missed_beats: 0 });
+            group.members.push(RunningRank { process, view, heartbeat: 0, missed_beats: 0 });
         }
         Ok(())
     }

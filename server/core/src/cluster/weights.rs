@@ -61,7 +61,7 @@ impl Freeing {
         self.0.iter().all(Dropping::has_ended)
     }
 
-    /// Adds memory.
+    /// Waits for the memory of `other` as well.
     pub(crate) fn add(&mut self, other: Freeing) {
         self.0.retain(|dropping| !dropping.has_ended());
         self.0.extend(other.0);
@@ -88,7 +88,7 @@ pub(crate) struct LoaderView {
 }
 
 #[derive(Debug)]
-struct Member {
+struct RunningLoader {
     process: ChildProcess,
     view: LoaderView,
     share: Option<Vec<OwnedFd>>,
@@ -118,7 +118,7 @@ pub(crate) struct Loading {
     bell: RouterBell,
     /// Memory that must be free before the loaders start.
     awaited: Option<Freeing>,
-    members: Vec<Member>,
+    members: Vec<RunningLoader>,
     sender: Sender<(Rank, News<Message>)>,
     events: Receiver<(Rank, News<Message>)>,
     waiting: VecDeque<(Rank, News<Message>)>,
@@ -192,7 +192,7 @@ impl Loading {
                 LoadFailure { message, lacks_room: false, is_setup: true }
             })?;
             let view = LoaderView { pid: process.pid(), ..LoaderView::default() };
-            self.members.push(Member {
+            self.members.push(RunningLoader {
                 process,
                 view,
                 share: None,

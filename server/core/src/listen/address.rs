@@ -96,6 +96,7 @@ fn hint(address: &Address, error: &io::Error) -> &'static str {
         (io::ErrorKind::AddrInUse, _) => {
             "; stop the process that uses it, or choose another port (0 picks a free one)"
         }
+        (io::ErrorKind::AddrNotAvailable, _) => "; this host has no such address",
         (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => "; ports below 1024 need privileges",
         (io::ErrorKind::NotFound, Address::Unix(_)) => "; its directory does not exist",
         _ => "",

@@ -76,7 +76,7 @@ impl Network for NetworkService {
         };
         let model = Some(convert::model(&self.backend.model()));
         let first = Message::Opened(NetworkSessionOpened { model, ..opened });
-        let open = Open { first: Some(first), inbound, call, ended, _guard: guard, is_over: false };
+        let open = OpenSession { first: Some(first), inbound, call, ended, _guard: guard, is_over: false };
         let answers =
             unfold(open, |mut open| async move { open.next().await.map(|answer| (Ok(answer), open)) });
         Ok(Response::new(Box::pin(answers)))
@@ -84,7 +84,7 @@ impl Network for NetworkService {
 }
 
 /// An open session.
-struct Open {
+struct OpenSession {
     first: Option<Message>,
     inbound: Streaming<NetworkSessionRequest>,
     call: Call,
@@ -93,7 +93,7 @@ struct Open {
     is_over: bool,
 }
 
-impl Open {
+impl OpenSession {
     /// The next answer; `None` once the client has ended the session, or was told its end.
     async fn next(&mut self) -> Option<NetworkSessionResponse> {
         if self.is_over {

@@ -35,7 +35,7 @@ pub(crate) fn answers(
     call: Call,
     inbound: Streaming<ForwardStreamRequest>,
 ) -> Answers {
-    let open = Open {
+    let open = OpenStream {
         max_in_flight: backend.model().limits.max_requests_per_stream.max(1) as usize,
         deadline: call.deadline.map(|at| Box::pin(sleep_until(at.into()))),
         backend,
@@ -50,7 +50,7 @@ pub(crate) fn answers(
 }
 
 /// An open stream.
-struct Open {
+struct OpenStream {
     backend: Arc<dyn Backend>,
     metrics: Arc<RequestMetrics>,
     call: Call,
@@ -74,7 +74,7 @@ struct Answered {
     trace: Option<Arc<RequestTrace>>,
 }
 
-impl Open {
+impl OpenStream {
     /// The next answer, or the status with which the stream ends. `None`: the stream has ended.
     async fn next(&mut self) -> Option<Result<ForwardStreamResponse, Status>> {
         loop {

@@ -108,7 +108,7 @@ impl Connections {
     /// Serves a connection. Its place is dropped last, also if a call panics.
     async fn drive(self: Arc<Self>, socket: PlainSocket, origin: Origin, seated: Seated) {
         let Some((_, passed, place)) = &seated.0 else { return };
-        let _open = self.services.public.is_some().then(Open::new);
+        let _open = self.services.public.is_some().then(OpenConnection::new);
         let secured = tokio::select! {
             () = self.end.cancelled() => return,
             secured = tokio::time::timeout(self.timeouts.silent, self.secure(socket, origin, passed)) => secured,
@@ -218,16 +218,16 @@ fn builder(max_streams: u32, window: &ReceiveWindow) -> http2::Builder<TokioExec
 }
 
 /// Counts an open connection in the gauge.
-struct Open;
+struct OpenConnection;
 
-impl Open {
-    fn new() -> Open {
+impl OpenConnection {
+    fn new() -> OpenConnection {
         gauge!(names::CONNECTIONS).increment(1);
-        Open
+        OpenConnection
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         gauge!(names::CONNECTIONS).decrement(1);
     }

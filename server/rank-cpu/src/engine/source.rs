@@ -19,7 +19,7 @@ use rayon::prelude::*;
 
 use super::grouped::{GroupedRows, sent_id};
 use super::phases::StepRows;
-use super::{Parts, StepBuffers, attach_to, count_rows, workspace};
+use super::{EngineParts, StepBuffers, attach_to, count_rows, workspace};
 use crate::weights::RankLayer;
 
 /// The engine of the source rank.
@@ -47,8 +47,8 @@ pub(super) struct SourceEngine {
 
 impl SourceEngine {
     /// Joins the group whose wire is `wire`.
-    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: Parts) -> Result<Self, WireError> {
-        let Parts { pool, weights, all, row_counts } = parts;
+    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, WireError> {
+        let EngineParts { pool, weights, all, row_counts } = parts;
         let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire)?;
         let (spec, layers, threads) = (weights.spec, weights.layers, pool.current_num_threads());
         let whole_layers = whole(all.into_iter().map(|share| share.layers));

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use rustix::process::Signal;
 
 use super::grouped::GroupedRows;
-use super::{Parts, count_rows, workspace};
+use super::{EngineParts, count_rows, workspace};
 use crate::weights::RankLayer;
 
 /// The engine of a rank beside the source.
@@ -41,8 +41,8 @@ pub(super) struct WorkerEngine {
 
 impl WorkerEngine {
     /// Joins the group whose wire is `wire`.
-    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: Parts) -> Result<Self, WireError> {
-        let Parts { pool, weights, row_counts, .. } = parts;
+    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, WireError> {
+        let EngineParts { pool, weights, row_counts, .. } = parts;
         let wire = WorkerWire::join(TierShape::of(&setup.shape), setup.generation, setup.rank, wire)?;
         let (hidden, threads) = (setup.shape.hidden, pool.current_num_threads());
         let elements = setup.shape.max_tokens_per_rank * hidden;

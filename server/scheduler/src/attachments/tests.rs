@@ -24,7 +24,7 @@ fn a_memory_is_attached_from_the_last_answer_until_its_last_step_ends() {
     table.open(memory);
     assert_eq!(table.poll(true), None, "no rank takes orders yet");
     table.begin_generation();
-    assert_eq!(table.poll(true), Some(Action::Attach(memory)));
+    assert_eq!(table.poll(true), Some(MemoryAction::Attach(memory)));
     assert_eq!(table.answered(Rank(0), memory, ATTACHED), Ok(None));
     assert!(!table.is_attached(memory) && table.are_awaited());
     assert_eq!(table.answered(Rank(1), memory, ATTACHED), Ok(Some(Attachment::Attached)));
@@ -34,9 +34,9 @@ fn a_memory_is_attached_from_the_last_answer_until_its_last_step_ends() {
     assert!(table.is_attached(memory), "the step in flight has it");
     assert_eq!(table.poll(true), None, "a step in flight names it");
     table.ended(memory);
-    assert_eq!(table.poll(true), Some(Action::Detach(memory)));
+    assert_eq!(table.poll(true), Some(MemoryAction::Detach(memory)));
     assert_eq!(answer_all(&mut table, 1, Answer::Detached), None);
-    assert_eq!((table.poll(true), table.poll(true)), (Some(Action::Release(memory)), None));
+    assert_eq!((table.poll(true), table.poll(true)), (Some(MemoryAction::Release(memory)), None));
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn a_new_generation_gets_every_open_memory() {
     table.begin_generation();
     for memory in [1, 2, 3] {
         table.open(MemoryId(memory));
-        assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(memory))));
+        assert_eq!(table.poll(true), Some(MemoryAction::Attach(MemoryId(memory))));
         answer_all(&mut table, memory, ATTACHED);
     }
     table.launched(MemoryId(2));
@@ -53,11 +53,11 @@ fn a_new_generation_gets_every_open_memory() {
     assert_eq!(table.held_by_ranks().count(), 3);
     table.end_generation();
     assert_eq!(table.held_by_ranks().count(), 0);
-    assert_eq!(table.poll(true), Some(Action::Release(MemoryId(2))));
+    assert_eq!(table.poll(true), Some(MemoryAction::Release(MemoryId(2))));
     assert_eq!(table.poll(true), None);
     table.begin_generation();
     for memory in [1, 3] {
-        assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(memory))));
+        assert_eq!(table.poll(true), Some(MemoryAction::Attach(MemoryId(memory))));
         answer_all(&mut table, memory, ATTACHED);
     }
 }
@@ -73,7 +73,7 @@ fn a_refused_memory_is_detached_when_its_client_goes() {
     assert_eq!(outcome, Some(Attachment::Refused("rank 1: no room".into())));
     assert!(!table.is_attached(MemoryId(1)) && table.poll(true).is_none());
     table.close(MemoryId(1));
-    assert_eq!(table.poll(true), Some(Action::Detach(MemoryId(1))));
+    assert_eq!(table.poll(true), Some(MemoryAction::Detach(MemoryId(1))));
 }
 
 #[test]
@@ -82,11 +82,11 @@ fn a_generation_waits_for_memories_that_were_open_when_its_ranks_were_ready() {
     table.open(MemoryId(1));
     table.begin_generation();
     table.open(MemoryId(2));
-    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(1))));
+    assert_eq!(table.poll(true), Some(MemoryAction::Attach(MemoryId(1))));
     assert!(table.are_awaited());
     answer_all(&mut table, 1, ATTACHED);
     assert!(!table.are_awaited());
-    assert_eq!(table.poll(true), Some(Action::Attach(MemoryId(2))));
+    assert_eq!(table.poll(true), Some(MemoryAction::Attach(MemoryId(2))));
 }
 
 #[test]
@@ -110,7 +110,7 @@ struct World {
     open: Vec<MemoryId>,
     closing: BTreeSet<MemoryId>,
     /// Memories that each of two ranks has, and the orders on their way to it.
-    ranks: [(BTreeSet<MemoryId>, VecDeque<Action>); 2],
+    ranks: [(BTreeSet<MemoryId>, VecDeque<MemoryAction>); 2],
     steps: VecDeque<MemoryId>,
     is_serving: bool,
 }
@@ -119,20 +119,20 @@ impl World {
     fn act(&mut self, table: &mut Attachments) {
         while let Some(action) = table.poll(true) {
             match action {
-                Action::Attach(memory) => {
+                MemoryAction::Attach(memory) => {
                     assert!(self.is_serving && self.open.contains(&memory));
                     assert!(
                         self.ranks.iter().all(|(has, orders)| !has.contains(&memory) && orders.is_empty())
                     );
                     self.ranks.iter_mut().for_each(|(_, orders)| orders.push_back(action));
                 }
-                Action::Detach(memory) => {
+                MemoryAction::Detach(memory) => {
                     assert!(self.is_serving && self.closing.contains(&memory));
                     assert!(!self.steps.contains(&memory), "a step in flight names it");
                     assert!(self.ranks.iter().all(|(_, orders)| orders.is_empty()));
                     self.ranks.iter_mut().for_each(|(_, orders)| orders.push_back(action));
                 }
-                Action::Release(memory) => {
+                MemoryAction::Release(memory) => {
                     assert!(self.closing.remove(&memory) && !self.steps.contains(&memory));
                     assert!(self.ranks.iter().all(|(has, _)| !has.contains(&memory)), "a rank has it");
                 }
@@ -144,13 +144,13 @@ impl World {
         let (has, orders) = &mut self.ranks[rank];
         let number = Rank(rank as u32);
         match orders.pop_front() {
-            Some(Action::Attach(memory)) => {
+            Some(MemoryAction::Attach(memory)) => {
                 if !refused {
                     has.insert(memory);
                 }
                 table.answered(number, memory, if refused { refusal() } else { ATTACHED }).unwrap();
             }
-            Some(Action::Detach(memory)) => {
+            Some(MemoryAction::Detach(memory)) => {
                 has.remove(&memory);
                 table.answered(number, memory, Answer::Detached).unwrap();
             }

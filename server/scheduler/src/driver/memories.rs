@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Driver, Ranks};
-use crate::attachments::Action;
+use crate::attachments::MemoryAction;
 use crate::{Attachment, Fault, FaultKind, Time};
 
 /// After an order, ranks get no other one for this many times its duration, so that clients that open and close sessions all the
@@ -47,9 +47,9 @@ impl<R: Ranks> Driver<R> {
         let may_order = !self.is_ending && (self.ready.is_some() || now >= self.next_order);
         while let Some(action) = self.attachments.poll(may_order) {
             match action {
-                Action::Attach(memory) => self.ranks.attach(memory),
-                Action::Detach(memory) => self.ranks.detach(memory),
-                Action::Release(memory) => {
+                MemoryAction::Attach(memory) => self.ranks.attach(memory),
+                MemoryAction::Detach(memory) => self.ranks.detach(memory),
+                MemoryAction::Release(memory) => {
                     self.ranks.release(memory);
                     continue;
                 }

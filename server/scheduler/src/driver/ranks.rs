@@ -5,8 +5,8 @@ use std::time::Duration;
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use crate::{
-    Ask, AttachAnswer, Attachment, Delivery, Failure, Fault, LoadFailure, Receipt, Reloaded, RequestKey,
-    ServiceState, Step, StepLoop, Time,
+    Ask, AttachAnswer, Attachment, Delivery, Fault, LoadFailure, Receipt, Reloaded, RequestKey, ServiceState,
+    Step, StepLoop, Time, Unanswered,
 };
 
 /// News of a client's memory.
@@ -77,7 +77,7 @@ pub trait Callers {
     fn answer(&mut self, key: RequestKey, receipt: Receipt);
 
     /// Ends a request without an answer.
-    fn fail(&mut self, key: RequestKey, failure: Failure);
+    fn fail(&mut self, key: RequestKey, failure: Unanswered);
 
     /// Drops the computed rows of a request.
     fn restart(&mut self, key: RequestKey);

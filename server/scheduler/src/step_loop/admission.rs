@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{Action, OnFault, Request, ServiceState, StepLoop};
 use crate::inbox::{Admission, View};
 use crate::recovery::jittered;
-use crate::{Delivery, Failure, Inbox, RequestKey, Time};
+use crate::{Delivery, Inbox, RequestKey, Time, Unanswered};
 
 /// Whether requests may be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,9 +142,9 @@ impl StepLoop {
     }
 
     /// The failure of requests that do not wait for the next generation.
-    pub(super) fn unavailable(&mut self, now: Time) -> Failure {
+    pub(super) fn unavailable(&mut self, now: Time) -> Unanswered {
         let wait = self.expected_ready(now).since(now);
-        Failure::Unavailable {
+        Unanswered::Unavailable {
             reason: Arc::clone(&self.reason),
             retry_after: jittered(wait, &mut self.jitter),
         }

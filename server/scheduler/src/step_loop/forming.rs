@@ -5,7 +5,7 @@ use expertd_types::{Slot, StepId};
 use super::spread::cut;
 use super::{Action, Request, Step, StepLoop};
 use crate::queue::{AGED_STEP_INTERVAL, Take, Taken};
-use crate::{Failure, RequestKey, StepKind, Time};
+use crate::{RequestKey, StepKind, Time, Unanswered};
 
 /// The requests that the next step may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -188,9 +188,9 @@ impl StepLoop {
     fn withdraw(&mut self, key: RequestKey, now: Time, has_left: &impl Fn(RequestKey) -> bool) {
         let Some(request) = self.requests.get(&key) else { return };
         let failure = if request.is_late(now) && !has_left(key) {
-            Failure::DeadlineExceeded
+            Unanswered::DeadlineExceeded
         } else {
-            Failure::Cancelled
+            Unanswered::Cancelled
         };
         if !self.is_held(request) {
             self.end_request(key, failure);
@@ -233,7 +233,7 @@ impl StepLoop {
     }
 
     /// Fails a request whose waiting rows have left the queue.
-    pub(super) fn end_request(&mut self, key: RequestKey, failure: Failure) {
+    pub(super) fn end_request(&mut self, key: RequestKey, failure: Unanswered) {
         if let Some(request) = self.requests.remove(&key) {
             self.in_step -= usize::from(request.is_in_step());
             self.actions.push_back(Action::Fail { key, failure });

@@ -7,7 +7,7 @@ use expertd_types::{Generation, WeightVersion};
 
 use super::{Action, End, GroupLife, Leaving, OnFault, Request, ServiceState, StepLoop};
 use crate::recovery::{GiveUp, Life, jittered};
-use crate::{Failure, Fault, FaultKind, RequestKey, StepKind, Time};
+use crate::{Fault, FaultKind, RequestKey, StepKind, Time, Unanswered};
 
 /// A request that lost this many steps runs alone.
 const SUSPECT_AFTER: u32 = 2;
@@ -75,16 +75,16 @@ impl StepLoop {
     }
 
     /// The failure of a request that expects another version than the loaded one.
-    pub(super) fn other_weights(&self, request: &Request) -> Option<Failure> {
+    pub(super) fn other_weights(&self, request: &Request) -> Option<Unanswered> {
         let loaded = self.weight_version?;
         let expected = request.expected_version.filter(|expected| *expected != loaded)?;
-        Some(Failure::OtherWeights { expected, loaded })
+        Some(Unanswered::OtherWeights { expected, loaded })
     }
 
     /// Fails the requests that expect another version than the loaded one.
     fn fail_others_weights(&mut self) {
         let failure = |(key, request): (&RequestKey, &Request)| Some((*key, self.other_weights(request)?));
-        let mut failures: Vec<(RequestKey, Failure)> = self.requests.iter().filter_map(failure).collect();
+        let mut failures: Vec<(RequestKey, Unanswered)> = self.requests.iter().filter_map(failure).collect();
         failures.sort_unstable_by_key(|(key, _)| *key);
         for (key, failure) in failures {
             self.fail(key, failure);
@@ -203,7 +203,7 @@ impl StepLoop {
             *losses += 1;
             let (layer, losses) = (*layer, *losses);
             let verdicts = self.poisoned.get(&layer).copied().unwrap_or(0);
-            // Another fault may have come at that moment.
+            // The trial goes on below its limit: a fault that the row did not cause may have ended the generation.
             if losses >= MAX_TRIALS {
                 end = Some(End::SetupFailed(format!(
                     "{losses} steps of one row of zeros for layer {layer} ended their generations, like {verdicts} requests \
@@ -228,7 +228,7 @@ impl StepLoop {
                 if let Some(request) = self.requests.remove(&key) {
                     self.suspect_tokens -= request.tokens - request.begun - rows;
                 }
-                self.actions.push_back(Action::Fail { key, failure: Failure::Poisoned { lost_steps } });
+                self.actions.push_back(Action::Fail { key, failure: Unanswered::Poisoned { lost_steps } });
                 self.recovery.explained();
                 let verdicts = self.poisoned.entry(kind.layer).or_insert(0);
                 *verdicts += 1;
@@ -259,7 +259,7 @@ impl StepLoop {
     }
 
     /// Fails a request that no step in flight names.
-    fn fail(&mut self, key: RequestKey, failure: Failure) {
+    fn fail(&mut self, key: RequestKey, failure: Unanswered) {
         debug_assert!(self.in_flight.is_empty(), "a step in flight may name request {key}");
         self.leave_queue(key);
         self.end_request(key, failure);
@@ -270,7 +270,7 @@ impl StepLoop {
         keys.sort_unstable();
         for key in &keys {
             let retry_after = jittered(RETRY_AFTER_END, &mut self.jitter);
-            self.fail(*key, Failure::Unavailable { reason: Arc::clone(reason), retry_after });
+            self.fail(*key, Unanswered::Unavailable { reason: Arc::clone(reason), retry_after });
         }
         keys.len() as u64
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use expertd_types::{Generation, Rank, Slot, StepId};
 
-use crate::{Failure, Receipt, RecoveryPolicy, RequestKey, StepKind, Time};
+use crate::{Receipt, RecoveryPolicy, RequestKey, StepKind, Time, Unanswered};
 
 /// Settings of the step loop.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,7 +143,7 @@ pub enum Action {
         /// The request.
         key: RequestKey,
         /// The reason.
-        failure: Failure,
+        failure: Unanswered,
     },
     /// Drop the computed rows of a request, which were computed with other weights. The request starts again.
     Restart {

@@ -337,7 +337,7 @@ fn placement(
     division: Option<&Division>,
 ) -> Result<Option<ExpertPlacement>, PlanError> {
     let Some(path) = &given.placement.0 else {
-        return division.map(|division| split::choose(spec, division)).transpose();
+        return division.map(|division| split::choose(given, spec, division)).transpose();
     };
     if given.gpu_memory.0.is_some() {
         return Err(value(

@@ -5,6 +5,7 @@ use super::machine::Machine;
 use super::values::{derive, value};
 use crate::serve::division::Division;
 use crate::serve::settings::Given;
+use crate::units::bytes;
 use expertd_ipc::control::DeviceKind;
 use expertd_model::ModelSpec;
 use expertd_types::ExpertPlacement;
@@ -23,8 +24,15 @@ pub(super) fn division(given: &Given, machine: &Machine) -> Option<Division> {
 ///
 /// # Errors
 /// If `gpu-memory` is missing or too small.
-pub(super) fn choose(spec: &ModelSpec, division: &Division) -> Result<ExpertPlacement, PlanError> {
-    division.contiguous(spec).map_err(|problem| value("gpu-memory", problem))
+pub(super) fn choose(
+    given: &Given,
+    spec: &ModelSpec,
+    division: &Division,
+) -> Result<ExpertPlacement, PlanError> {
+    division.contiguous(spec).map_err(|problem| match slot_bytes(given) {
+        0 => value("gpu-memory", problem),
+        slots => value("gpu-memory", format!("without slot-memory ({}) {problem}", bytes(slots))),
+    })
 }
 
 /// The part of `gpu-memory` for copies of experts of CPU ranks that change between steps.

@@ -6,7 +6,7 @@ use expertd_ipc::control::{MemoryKind, ToRank};
 use expertd_scheduler::AttachAnswer;
 use expertd_types::{MemoryId, Rank};
 
-use super::{Group, Member};
+use super::{Group, RunningRank};
 
 impl Group {
     /// Sends a client's memory to every source rank: the others access no rows of clients.
@@ -23,7 +23,7 @@ impl Group {
         }
     }
 
-    fn sources(&self) -> impl Iterator<Item = &Member> {
+    fn sources(&self) -> impl Iterator<Item = &RunningRank> {
         self.members.iter().take(self.config.shape.sources as usize)
     }
 

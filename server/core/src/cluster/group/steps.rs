@@ -123,8 +123,9 @@ impl Group {
         self.take(0, false)
     }
 
-    /// After the end of the ranks: takes the oldest step in flight whose completion words were raised, or were about to be. Earlier steps
-    /// may have failed on a GPU that went on with this one. Completions that the router has not received are empty.
+    /// After the ranks have ended: takes the oldest step in flight whose completion words rank 0 has raised or was about to raise, so that
+    /// all its results are written. Steps before it may still be in flight, because a GPU continues with the next step after one that
+    /// failed. Completions that never arrived are all zeros.
     pub(crate) fn take_raised(&mut self) -> Option<StepDone> {
         let was_raised = |step: &InFlight| step.raises && self.channel.raised(step.slot) == step.sequence;
         let at = self.in_flight.iter().position(was_raised)?;

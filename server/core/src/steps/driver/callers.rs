@@ -79,22 +79,22 @@ impl Callers for Processes {
         }
     }
 
-    fn fail(&mut self, key: RequestKey, failure: scheduler::Failure) {
+    fn fail(&mut self, key: RequestKey, failure: scheduler::Unanswered) {
         let Some(active) = self.active.remove(&key) else { return };
         let request = active.request();
         match failure {
-            scheduler::Failure::Unavailable { reason, retry_after } => {
+            scheduler::Unanswered::Unavailable { reason, retry_after } => {
                 active.fail(Failure::Unavailable { reason: reason.as_ref().to_owned(), retry_after });
             }
-            scheduler::Failure::DeadlineExceeded => active.fail(Failure::DeadlineExceeded),
-            scheduler::Failure::OtherWeights { expected, loaded } => {
+            scheduler::Unanswered::DeadlineExceeded => active.fail(Failure::DeadlineExceeded),
+            scheduler::Unanswered::OtherWeights { expected, loaded } => {
                 active.fail(Failure::OtherWeights { expected, loaded });
             }
-            scheduler::Failure::Cancelled => {
+            scheduler::Unanswered::Cancelled => {
                 tracing::debug!(request = %request.id, "cancelled");
                 metrics::counter!(names::REQUESTS_CANCELLED_TOTAL).increment(1);
             }
-            scheduler::Failure::Poisoned { lost_steps } => {
+            scheduler::Unanswered::Poisoned { lost_steps } => {
                 tracing::error!(
                     request = %request.id, layer = %request.layer, tokens = request.tokens, dtype = %request.dtype,
                     k = request.routing.as_ref().map(|given| given.k), lost_steps,
@@ -114,8 +114,9 @@ impl Callers for Processes {
 
     fn show(&mut self, state: ServiceState, reason: &str) {
         self.shared.set_state(state, reason);
-        let reason = Some(reason).filter(|reason| !reason.is_empty());
-        tracing::info!(reason, "state: {}", format!("{state:?}").to_lowercase());
+        let name = format!("{state:?}").to_lowercase();
+        let reason = Some(reason).filter(|reason| !reason.is_empty() && *reason != name);
+        tracing::info!(reason, "state: {name}");
     }
 
     fn report_drain(&mut self, requests_dropped: u64) {

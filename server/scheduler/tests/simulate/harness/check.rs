@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use expertd_scheduler::{
-    End, Failure, OnFault, Receipt, Refusal, RequestKey, ServiceState, StepLoop, Submission,
+    End, OnFault, Receipt, Refusal, RequestKey, ServiceState, StepLoop, Submission, Unanswered,
 };
 use expertd_types::Generation;
 
@@ -213,22 +213,22 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn check_failure(&mut self, key: RequestKey, failure: &Failure) -> Result<(), String> {
+    pub(super) fn check_failure(&mut self, key: RequestKey, failure: &Unanswered) -> Result<(), String> {
         self.check_unused(key)?;
         let caller = self.caller(key)?.clone();
         ensure!(!caller.is_answered, "request {key} is answered twice");
         ensure!(!caller.is_told, "request {key} fails, and a rank has told it of its end");
         self.seen.withdrawn_while_in_a_step += u64::from(caller.was_withdrawn);
         match failure {
-            Failure::Cancelled => {
+            Unanswered::Cancelled => {
                 ensure!(caller.left.is_some(), "request {key} is cancelled, but its caller has not left");
                 self.seen.cancelled += 1;
             }
-            Failure::DeadlineExceeded => {
+            Unanswered::DeadlineExceeded => {
                 ensure!(caller.deadline.is_some_and(|d| d <= self.now), "request {key} is not late");
                 self.seen.late += 1;
             }
-            Failure::Poisoned { lost_steps } => {
+            Unanswered::Poisoned { lost_steps } => {
                 ensure!(
                     caller.lost >= 3 && *lost_steps == caller.lost && caller.was_lost_alone,
                     "request {key} counts as poisoned after {} lost steps, alone in the last one: {}",
@@ -239,7 +239,7 @@ impl World {
                 *self.verdicts.entry(caller.kind.layer).or_insert(0) += 1;
                 self.seen.poisoned += 1;
             }
-            Failure::OtherWeights { expected, loaded } => {
+            Unanswered::OtherWeights { expected, loaded } => {
                 ensure!(
                     caller.expected == Some(*expected)
                         && expected != loaded
@@ -249,7 +249,7 @@ impl World {
                 );
                 self.seen.expected_other_weights += 1;
             }
-            Failure::Unavailable { retry_after, .. } => {
+            Unanswered::Unavailable { retry_after, .. } => {
                 let drained = self.drain.is_some_and(|deadline| deadline <= self.now);
                 let is_end = self.shown == ServiceState::Failed;
                 let cannot_wait =

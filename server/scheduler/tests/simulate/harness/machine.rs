@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use expertd_scheduler::{
-    AttachAnswer, Attachment, Callers, Failure, Fault, FaultKind, LoadFailure, Mail, MemoryMail,
-    Ranks as Machine, Receipt, ReloadFailure, Reloaded, RequestKey, ServiceState, Step, StepLoop, Time,
+    AttachAnswer, Attachment, Callers, Fault, FaultKind, LoadFailure, Mail, MemoryMail, Ranks as Machine,
+    Receipt, ReloadFailure, Reloaded, RequestKey, ServiceState, Step, StepLoop, Time, Unanswered,
 };
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
@@ -76,7 +76,7 @@ impl Callers for World {
         self.pulse();
     }
 
-    fn fail(&mut self, key: RequestKey, failure: Failure) {
+    fn fail(&mut self, key: RequestKey, failure: Unanswered) {
         self.note(|| format!("    fail {key}: {failure:?}"));
         let checked = self.check_failure(key, &failure);
         self.demand(checked);
