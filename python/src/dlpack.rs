@@ -190,7 +190,7 @@ struct Export<M> {
     _owner: Owner,
 }
 
-/// What keeps exported memory alive.
+/// The owner of exported memory.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
 /// Memory to export, row-major.

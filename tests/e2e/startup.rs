@@ -270,3 +270,24 @@ fn an_address_that_is_taken_is_named() {
         assert!(output.stdout.is_empty(), "the plan of a service that cannot start is not shown: {output:?}");
     }
 }
+
+/// Its answers are larger than what clients of gRPC take by default.
+#[test]
+fn the_demo_takes_many_tokens() {
+    let mut demo = std::process::Command::new(env!("CARGO_BIN_EXE_expertd"));
+    demo.args([
+        "demo",
+        "--tokens",
+        "4200",
+        "--layers",
+        "1",
+        "--experts",
+        "2",
+        "--top-k",
+        "1",
+        "--width",
+        "32",
+    ]);
+    let output = demo.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}

@@ -357,12 +357,16 @@ fn settings_that_no_mixed_group_can_have_are_named() {
         assert_eq!(status, Some(64), "{more:?}: {error}");
         error
     };
-    let cases: [(&[&str], &str); 6] = [
+    let cases: [(&[&str], &str); 7] = [
         (&["--device", "cpu,cpu", "--ranks", "2,1"], "use --ranks 1,1"),
         (&["--device", "cpu,cpu", "--ranks", "0,2"], "use --ranks 1,2"),
         (&["--device", "cpu,cpu", "--ranks", "0,0"], "has no CPU ranks"),
         (&["--device", "cpu", "--ranks", "1,1"], "need --device cuda,cpu"),
         (&["--device", "cpu,cpu", "--ranks", "1,1", "--gpu-memory", "1K"], "one expert of each layer"),
+        (
+            &["--device", "cpu,cpu", "--gpu-memory", "1G", "--slot-memory", "2G"],
+            "gpu-memory: without slot-memory (2.0 GiB) is 0 B",
+        ),
         (&["--device", "cpu", "--gpu-memory", "1G"], "--device cuda,cpu"),
     ];
     for (more, part) in cases {

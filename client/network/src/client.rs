@@ -28,7 +28,7 @@ const INVALID_ARGUMENT: u32 = 3;
 /// Cores of a host from which two threads that spin take nothing.
 const SPARE_CORES: usize = 4;
 
-/// What the service said of a session.
+/// The service's description of a session.
 #[derive(Clone, Debug)]
 pub struct Opened {
     /// The agent's card.
@@ -68,7 +68,7 @@ impl ClientEnd {
         Ok(ClientEnd { endpoint, memory, rings })
     }
 
-    /// What the service's agent needs to know.
+    /// The address of this endpoint, for the service's agent.
     ///
     /// # Errors
     /// As [`Endpoint::card`].

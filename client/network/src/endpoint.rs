@@ -14,7 +14,7 @@ use crate::wire::Place;
 /// Transfers that stay prepared for their next use.
 const PREPARED: usize = 256;
 
-/// What a peer needs to know of an endpoint.
+/// The address of an endpoint, for its peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
     /// The agent's metadata: its name, its addresses and the keys of its memory.
@@ -190,7 +190,7 @@ impl Endpoint {
         }
     }
 
-    /// What the peer needs to know.
+    /// The address of this endpoint, for its peer.
     ///
     /// # Errors
     /// If the agent has no metadata.

@@ -176,10 +176,11 @@ pub fn decode<R: Record>(message: &[u8]) -> Result<(R, &[u8]), NetworkError> {
     Ok((bytemuck::pod_read_unaligned(record), bytes))
 }
 
-/// Stores the bytes behind a record at its places. No bytes: they were written one-sidedly, or there are none.
+/// Stores the bytes that follow a record in the places that it names. Without bytes there is nothing to store: a one-sided write has
+/// already stored them, or the places are empty.
 ///
 /// # Errors
-/// If they are not as many as the places have.
+/// If the number of bytes differs from the sum of the places, or a place lies outside of `rows`.
 pub fn store(rows: &SharedSlice<u8>, places: &[Place], bytes: &[u8]) -> Result<(), NetworkError> {
     if bytes.is_empty() {
         return Ok(());

@@ -73,7 +73,7 @@ impl SessionMemory {
         Ok((memory, rings))
     }
 
-    /// What the client is told about the memory.
+    /// The description of the memory for the client.
     #[must_use]
     pub const fn opened(&self, session: u64, spin_us: u32, hidden: u32) -> Opened {
         let layout = &self.layout;

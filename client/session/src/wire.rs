@@ -57,7 +57,7 @@ pub struct FrameHeader {
     pub bytes: u32,
 }
 
-/// What a client asks for when it opens a session.
+/// A client's request to open a session.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Open {

@@ -12,7 +12,7 @@ pub struct Content(pub(super) String);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceId(pub u64);
 
-/// What a service said about itself.
+/// A service's description of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Content of its weights.

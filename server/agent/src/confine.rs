@@ -65,7 +65,7 @@ const DESCRIPTORS: u64 = 256;
 
 /// Calls that are denied on every architecture.
 const DENIED: &[c_long] = &[
-    // What changes files, and ways to open them whose flags a filter cannot see.
+    // Changes of files, and ways to open them whose flags a filter cannot see.
     libc::SYS_openat2,
     libc::SYS_open_by_handle_at,
     libc::SYS_unlinkat,
@@ -135,7 +135,7 @@ const DENIED: &[c_long] = &[
     libc::SYS_semctl,
     libc::SYS_mq_open,
     libc::SYS_mq_unlink,
-    // What the kernel allows root only.
+    // Calls that the kernel allows only to root.
     libc::SYS_init_module,
     libc::SYS_finit_module,
     libc::SYS_delete_module,

@@ -19,7 +19,7 @@ const ENDED: u32 = 3;
 /// Largest frame, in bytes.
 const MAX_FRAME: usize = 1 << 20;
 
-/// What an agent is told.
+/// The router's description of the session that an agent serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setup {
     /// The client's card.
@@ -34,7 +34,7 @@ pub struct Setup {
     pub library: Option<PathBuf>,
 }
 
-/// What an agent says once it can be reached.
+/// An agent's message once it can be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ready {
     /// Its card.

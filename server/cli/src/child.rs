@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// What a child process has answered.
+/// The output of a child process.
 pub(crate) struct ChildAnswer {
     pub status: ExitStatus,
     /// What it wrote to its standard output and standard error, without blanks at the ends.

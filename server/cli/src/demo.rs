@@ -46,8 +46,8 @@ pub struct DemoArgs {
     #[arg(long, value_enum, default_value = "cpu")]
     pub device: DeviceKind,
     /// Number of tokens per request
-    #[arg(long, default_value_t = 32)]
-    pub tokens: usize,
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
+    pub tokens: u32,
     /// Elements of a token
     #[arg(long, default_value_t = 256)]
     pub hidden: usize,
@@ -95,7 +95,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, CommandError> {
         listen: Some("127.0.0.1:0".into()),
         admin_listen: Some(format!("unix:{}", folder.path().join("admin.sock").display())),
         metrics_listen: Some("127.0.0.1:0".into()),
-        max_tokens_per_step: Some(args.tokens.max(64)),
+        max_tokens_per_step: Some(args.tokens.max(64) as usize),
         ..ServeArgs::default()
     };
     let plan = ServePlan::new(Given::merge(&serve, None)?)?;
@@ -128,18 +128,18 @@ async fn call_all(
     println!("4. each row against a plain f64 computation of the block, with the largest relative error:");
     let client = client::connect(&address, &Credentials::default()).await?;
     let (mut client, _) = client::get_model(client, "").await?;
-    let hidden = checkpoint.spec().hidden;
+    let (tokens, hidden) = (args.tokens as usize, checkpoint.spec().hidden);
     let mut random = SmallRng::seed_from_u64(rand::random());
     let mut all_right = true;
     for (layer, moe) in checkpoint.spec().moe_layers() {
-        let values: Vec<f32> = StandardNormal.sample_iter(&mut random).take(args.tokens * hidden).collect();
+        let values: Vec<f32> = StandardNormal.sample_iter(&mut random).take(tokens * hidden).collect();
         let token_ids: Vec<i32> = match moe.gate.vocab() {
-            Some(vocabulary) => (0..args.tokens).map(|t| (t * 7 % vocabulary) as i32).collect(),
+            Some(vocabulary) => (0..tokens).map(|t| (t * 7 % vocabulary) as i32).collect(),
             None => Vec::new(),
         };
         let request = ForwardRequest {
             layer: layer.0,
-            tokens: args.tokens as u32,
+            tokens: args.tokens,
             dtype: v1::DType::DtypeF32.into(),
             payload: Some(Payload::Inline(rows::encode(&values, DType::F32))),
             token_ids: rows::encode_i32(&token_ids),

@@ -90,7 +90,7 @@ struct Layer {
     shared_operations: f64,
 }
 
-/// What else decides the time of a step.
+/// The other quantities that determine the time of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Group {
     pub(crate) rates: MemoryRates,
@@ -120,7 +120,7 @@ impl MemoryRates {
     }
 }
 
-/// What a step waits for.
+/// The device or copy that limits a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bound {
     Gpu,
@@ -200,7 +200,7 @@ pub(crate) fn steps(
     )
 }
 
-/// The mean of the layers' times, and what the slowest waits for.
+/// The mean of the layers' times, and the limit of the slowest.
 fn mean(layers: &[Layer], group: &Group, rows: usize) -> (f64, Bound) {
     let times = || layers.iter().map(|layer| layer.step(group, rows));
     let sum: f64 = times().map(|(seconds, _)| seconds).sum();

@@ -14,7 +14,7 @@ use super::exit::CommandError;
 /// Load other weights of the same shape, or another placement of experts, into a running service, without failing a call
 ///
 /// The new weights are loaded while the current ones serve. Then requests wait for a moment until the new weights serve. After an
-/// error the current weights continue to serve. Exits with status 0 once the new weights serve, 64 for a
+/// error the current weights continue to serve. Exits with status 0 once the new weights serve, 64 for an address or
 /// placement file that cannot be used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct ReloadArgs {

@@ -24,7 +24,7 @@ pub struct Envelope {
     pub deadline: Option<Instant>,
 }
 
-/// What a call asks for, whichever way it came.
+/// The request of a call, whichever way it came.
 pub struct Asked {
     /// The layer, which the model may lack.
     pub layer: LayerId,

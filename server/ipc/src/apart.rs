@@ -24,7 +24,7 @@ pub fn drop_apart_then(held: impl Send + 'static, then: impl FnOnce() + Send + '
     dropping
 }
 
-/// What is being dropped on a thread of its own.
+/// A value that is being dropped on a thread of its own.
 #[derive(Debug)]
 pub struct Dropping(Weak<()>);
 

@@ -54,7 +54,7 @@ pub struct FdReader {
 }
 
 impl FdReader {
-    /// Reads `socket`, of which nothing was read before by other means.
+    /// A reader of `socket`, from which nothing has been read yet.
     #[must_use]
     pub const fn new(socket: UnixStream) -> Self {
         FdReader { socket, fds: Vec::new() }

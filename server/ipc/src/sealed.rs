@@ -21,7 +21,7 @@ use self::space::AddressSpace;
 mod huge;
 mod space;
 
-/// What a sealed memfd no longer allows.
+/// The operations that a sealed memfd no longer allows.
 const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::WRITE).union(SealFlags::SEAL);
 /// Bytes that are made present at a time, so that other threads can change the address space in between.

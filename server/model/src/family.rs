@@ -199,7 +199,7 @@ pub struct SharedRule {
     pub gate: Option<&'static str>,
     /// Config field that states whether the shared experts' projections have biases.
     pub bias_field: Option<&'static str>,
-    /// Whether their projections are called `w1`, `w3` and `w2` in released checkpoints; `synth` writes them so.
+    /// Whether released checkpoints name their projections `w1`, `w3` and `w2`, as `synth` then does.
     pub numbered: bool,
 }
 

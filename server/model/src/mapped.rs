@@ -91,7 +91,7 @@ fn open_direct(path: &Path, file: &File) -> Option<File> {
     ((found.dev(), found.ino()) == (expected.dev(), expected.ino())).then_some(direct)
 }
 
-/// What tells that an open file was written to.
+/// The file's attributes that change when it is written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     length: u64,

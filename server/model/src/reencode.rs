@@ -75,7 +75,7 @@ fn fp8_code(nibble: usize, shift: usize) -> u8 {
     sign | ((exponent + 6) * 8 + (magnitude / step).round_ties_even() as i32) as u8
 }
 
-/// What an FP8 encoding has beside codes and scales.
+/// Properties of an FP8 encoding apart from its codes and scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reencoded {
     /// Whether tiles of 128 × 128 elements share a scale; otherwise each row has scales of its own.

@@ -155,7 +155,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     Ok(Loaded { engine, weight_bytes, device, usage: None })
 }
 
-/// What the engines of CPU ranks are made of.
+/// The parts that all engines of CPU ranks share.
 struct EngineParts {
     pool: rayon::ThreadPool,
     weights: MappedWeights,

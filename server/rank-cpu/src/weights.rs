@@ -113,7 +113,7 @@ struct StoredMatrix {
     scales: Place,
 }
 
-/// What the memory holds.
+/// The contents of the memory.
 #[derive(Serialize, Deserialize)]
 struct Index {
     fingerprint: WeightFingerprint,

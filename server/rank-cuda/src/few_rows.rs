@@ -5,7 +5,7 @@
 
 use crate::format::DeviceFormat;
 
-/// What the experts of a rank have to do in a step.
+/// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsLoad {
     /// The largest number of rows of all ranks, times experts per row.

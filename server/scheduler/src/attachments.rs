@@ -11,7 +11,7 @@ use expertd_types::{MemoryId, Rank};
 
 use AttachAnswer as Answer;
 
-/// What the driver does next.
+/// The driver's next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryAction {
     /// Send the memory to every rank.
@@ -22,7 +22,7 @@ pub(crate) enum MemoryAction {
     Release(MemoryId),
 }
 
-/// What ranks have of a client's memory.
+/// Whether ranks have attached a client's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Attachment {
     /// Not every rank has answered.

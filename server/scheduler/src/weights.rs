@@ -34,7 +34,7 @@ pub struct LoadFailure {
     pub is_setup: bool,
 }
 
-/// What a generation needs that is to be formed.
+/// The weights that the next generation needs.
 #[derive(Debug)]
 pub(crate) enum Need<S> {
     /// Weights are to be loaded first, once unneeded sets are freed.
@@ -43,7 +43,7 @@ pub(crate) enum Need<S> {
     Serve(WeightVersion),
 }
 
-/// What a reload begins with.
+/// The first action of a reload.
 #[derive(Debug)]
 pub(crate) enum Begin<S> {
     /// Loading of the new weights beside the present ones.
@@ -52,7 +52,7 @@ pub(crate) enum Begin<S> {
     Drop,
 }
 
-/// What follows when a set is whole.
+/// The next action once a set is whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loaded {
     /// The generation that waits for it serves it.
@@ -61,7 +61,7 @@ pub(crate) enum Loaded {
     Replace,
 }
 
-/// What follows when a set could not be loaded.
+/// The next action after a set could not be loaded.
 #[derive(Debug)]
 pub(crate) enum NotLoaded<T> {
     /// The generation that waits for it ends by a fault.
@@ -172,7 +172,7 @@ impl<S: Clone, T> Weights<S, T> {
         self.reload.take().map(|reload| reload.ticket)
     }
 
-    /// What the generation needs that is formed now. No ranks run.
+    /// The weights that the generation being formed needs. No ranks run.
     pub(crate) fn form(&mut self) -> Need<S> {
         let served = &mut self.served;
         let set = match &mut self.reload {

@@ -35,7 +35,7 @@ const IDLE_AFTER: Duration = Duration::from_secs(1);
 /// Pause between polls of an idle session.
 const IDLE_PAUSE: Duration = Duration::from_micros(500);
 
-/// What the threads of the router share of one CUDA session. Its control region stays mapped, and its memory's descriptor open,
+/// The state of one CUDA session that threads of the router share. Its control region stays mapped, and its memory's descriptor open,
 /// until the last call is complete, no rank has the memory, and the client has closed its socket.
 #[derive(Debug)]
 pub(crate) struct CudaSession {

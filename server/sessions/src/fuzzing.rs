@@ -78,7 +78,7 @@ pub(super) const fn opener() -> Opener {
     Opener { user: 0, pid: 0, client: ClientKey(1) }
 }
 
-/// What the threads of connections share.
+/// The state that threads of connections share.
 pub(super) fn shared(echo: Arc<Echo>, registry: &Arc<SessionRegistry>) -> Arc<Shared> {
     let config = SessionConfig {
         listen: None,

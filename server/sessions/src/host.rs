@@ -44,7 +44,7 @@ enum Wake {
     Closing,
 }
 
-/// What the threads of the router share of one host session. Its memory stays mapped until the last call is complete, no rank has it,
+/// The state of one host session that threads of the router share. Its memory stays mapped until the last call is complete, no rank has it,
 /// and the client has closed its socket.
 #[derive(Debug)]
 pub(crate) struct HostSession {

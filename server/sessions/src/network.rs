@@ -41,7 +41,7 @@ pub struct NetworkConfig {
     pub library: Option<PathBuf>,
 }
 
-/// What a client asks for.
+/// The session that a client asks for.
 #[derive(Clone, Debug)]
 pub struct NetworkRequest {
     /// Version of the protocol.
@@ -139,7 +139,7 @@ impl NetworkSessions {
     }
 }
 
-/// What the thread of an agent begins with.
+/// The arguments of an agent's thread.
 struct Starting {
     shared: Arc<Shared>,
     config: NetworkConfig,

@@ -53,7 +53,7 @@ impl ClientMemory for OpenSession {
 }
 
 impl OpenSession {
-    /// What both kinds have in common.
+    /// The common part of both kinds.
     pub(crate) fn session(&self) -> &Session {
         match self {
             OpenSession::Host(session) => &session.session,

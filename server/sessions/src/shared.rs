@@ -38,7 +38,7 @@ pub struct SessionConfig {
     pub spin_between_steps: Duration,
 }
 
-/// What the threads of connections share.
+/// The state that threads of connections share.
 pub(crate) struct Shared {
     pub(crate) config: SessionConfig,
     pub(crate) steps: Arc<dyn Steps>,
@@ -64,7 +64,7 @@ const REFUSALS: [&str; 4] = ["user", "open", "protocol", "limit"];
 pub(crate) struct Connected(Arc<Shared>);
 
 impl Connected {
-    /// What the threads share.
+    /// The state that the threads share.
     pub(crate) const fn shared(&self) -> &Arc<Shared> {
         &self.0
     }

@@ -13,7 +13,7 @@ pub(crate) struct Amount {
     pub(crate) bytes: usize,
 }
 
-/// What each owner holds.
+/// The amount that each owner holds.
 #[derive(Debug)]
 pub(crate) struct Shares<K> {
     held: Mutex<HashMap<K, Amount>>,

@@ -45,8 +45,8 @@ pub const fn word(generation: Generation, sequence: Sequence) -> u64 {
     generation.0 << SEQUENCE_BITS | sequence.0
 }
 
-/// For tests (see [`expertd_shm::faults`]): if this variable is set, each step finds NaN in the memory of the wire that it reads, unless a
-/// rank has written it before.
+/// For tests (see [`expertd_shm::faults`]): if this variable is set, memory of the wire is filled with NaN before each step, so that a step
+/// that reads what no rank has written is noticed.
 const POISON: &str = "EXPERTD_TIER_POISON";
 
 fn is_poisoned() -> bool {

@@ -36,7 +36,7 @@ pub struct Incoming<'a> {
     pub rows: &'a [bf16],
 }
 
-/// What the source has said about a step.
+/// The source's message about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// Its rows have come.

@@ -54,7 +54,7 @@ impl Arena {
 #[derive(Debug)]
 pub struct Buffer {
     pub(super) arena: Arc<Mutex<Arena>>,
-    /// What the arena gave; may be longer than the view.
+    /// The allocated range; may be longer than the view.
     pub(super) range: Range<usize>,
     pub(super) bytes: SharedSlice<u8>,
     pub(super) _link: Arc<Link>,

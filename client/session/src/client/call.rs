@@ -17,7 +17,7 @@ pub struct GivenRouting<'a> {
     pub weights: &'a [f32],
 }
 
-/// What a call computes.
+/// The arguments of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
     /// Decoder layer.

@@ -16,7 +16,7 @@ use super::link::OwnProcess;
 use super::{Buffer, SessionError};
 use crate::wire::{CompletionRecord, RequestRecord};
 
-/// What a call keeps until its completion.
+/// The state of a call until its completion.
 #[derive(Debug)]
 pub(super) struct CallBuffers {
     pub(super) rows: Buffer,

@@ -12,7 +12,7 @@ use crate::wire::{CompletionRecord, KIND_HOST, Open, Opened, RegionLayout, Reque
 /// The client's ends of a host session. [`Session`](super::Session) is made of them; relays to other transports use them as they are.
 #[derive(Debug)]
 pub struct SessionParts {
-    /// What the service said of the session.
+    /// The service's description of the session.
     pub opened: Opened,
     /// An encoded `expertd.v1.GetModelResponse`.
     pub model: Vec<u8>,

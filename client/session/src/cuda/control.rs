@@ -115,7 +115,7 @@ impl ControlMemory {
         })
     }
 
-    /// What the client is told about the region.
+    /// The description of the region for the client.
     #[must_use]
     pub fn opened(&self, session: u64, hidden: u32) -> OpenedCuda {
         OpenedCuda {

@@ -25,7 +25,7 @@ pub const FAILED: u32 = 2;
 /// Value of a completion word: the client's own thread released the waiting stream, because the session has ended.
 pub const RELEASED: u32 = 3;
 
-/// What a client asks for when it opens a CUDA session. The byte after the frame carries the descriptor of its memory.
+/// A client's request to open a CUDA session. The byte after the frame carries the descriptor of its memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct OpenCuda {

@@ -72,7 +72,7 @@ fn counted(path: &Path) -> Result<RoutingRule, String> {
     Ok(RoutingRule::Counted(Arc::new(layers.collect())))
 }
 
-/// What draws depend on, beside the rule.
+/// The state of the draws, apart from the rule.
 #[derive(Debug)]
 pub(super) struct Draws {
     pub(super) random: SmallRng,

@@ -6,7 +6,7 @@ use expertd_types::{LayerId, LayerRange};
 /// Parses `FIRST-LAST`, one layer's number, `ordinal/SHARES` or `all`. `host_name` is called for `ordinal/SHARES` only.
 ///
 /// # Errors
-/// What was found and what is expected.
+/// The text found, and the form expected.
 pub(crate) fn parse(text: &str, host_name: impl FnOnce() -> String) -> Result<LayerChoice, String> {
     if text == "all" {
         return Ok(LayerChoice::All);

@@ -260,7 +260,7 @@ pub fn weights(plan: &ServePlan) -> Option<String> {
     on_cpus
 }
 
-/// What rows CPU ranks multiply; `None` if always rows in f32.
+/// The format of the rows that CPU ranks multiply; `None` if it is always f32.
 fn cpu_weights(plan: &ServePlan) -> Option<String> {
     let Fp8Products { of_fp8, of_mxfp4 } = plan.cluster.fp8_products;
     let formats =

@@ -66,7 +66,7 @@ impl PreparedService {
         Ok(PreparedService { plan, config, sessions, network, access, metrics })
     }
 
-    /// What was checked.
+    /// The plan, whose settings and credentials were checked.
     pub const fn plan(&self) -> &ServePlan {
         &self.plan
     }

@@ -24,7 +24,7 @@ pub struct Assignments<'a> {
     pub weights: &'a [f32],
 }
 
-/// What the experts of a layer compute, apart from their weights.
+/// The function that the experts of a layer compute, apart from their weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertKind {
     /// Activation between the projections.

@@ -13,7 +13,7 @@ use expertd_model::WeightFormat;
 /// The largest number of features of a stored matrix.
 const MAX_FEATURES: usize = 1 << 24;
 
-/// What describes a [`PackedMatrix`], apart from its bytes.
+/// The description of a [`PackedMatrix`] apart from its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PackedForm {
     /// The level whose kernels read the matrix.
@@ -49,7 +49,7 @@ pub enum StoredError {
 }
 
 impl PackedMatrix {
-    /// What describes the matrix, apart from its bytes.
+    /// The description of the matrix apart from its bytes.
     #[must_use]
     pub const fn form(&self) -> PackedForm {
         PackedForm {

@@ -66,7 +66,7 @@ pub trait Backend: Send + Sync + 'static {
     fn reload(&self, request: ReloadRequest) -> ReloadFuture;
 }
 
-/// What a reload loads.
+/// The weights and placement that a reload loads.
 #[derive(Clone, Debug, Default)]
 pub struct ReloadRequest {
     /// Folder of the checkpoint; `None`: the one that serves.

@@ -45,7 +45,7 @@ pub struct RankStatus {
     pub pid: u32,
     /// Its device in words.
     pub device: String,
-    /// What its process does.
+    /// The state of its process.
     pub state: RankState,
     /// Weight bytes loaded so far.
     pub weight_bytes_loaded: u64,
@@ -55,7 +55,7 @@ pub struct RankStatus {
     pub usage: Option<DeviceUsage>,
 }
 
-/// What the process of a rank does.
+/// The state of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankState {
     /// It reads and packs its weights, or joins the group.
@@ -85,7 +85,7 @@ pub struct SessionStatus {
     pub rows_total: u64,
     /// Calls in flight.
     pub calls_in_flight: u64,
-    /// What ranks have of its memory.
+    /// Whether ranks have attached its memory.
     pub attachment: Attachment,
     /// UUID of the client's GPU; `None` if the rows lie in host memory.
     pub device: Option<[u8; 16]>,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// Longest time that requests wait without any progress of steps.
 const STANDSTILL: Duration = Duration::from_secs(2);
 
-/// What the step loop did last.
+/// The latest event of the step loop.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepActivity {
     /// When a step began or ended last.

@@ -1,4 +1,4 @@
-//! Limits of the step loop, and what a reload is checked with.
+//! Limits of the step loop, and the data for checks of a reload.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ pub struct ReloadPlan {
     pub has_room: bool,
 }
 
-/// What a new checkpoint is compared with.
+/// The present checkpoint and machine, for the checks of a new checkpoint.
 #[derive(Clone, Debug)]
 pub struct ReloadContext {
     /// The checkpoint that serves, with the placement that the reload is to have.

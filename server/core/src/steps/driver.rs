@@ -47,7 +47,7 @@ struct Launched {
     raises: bool,
 }
 
-/// What the driver's decisions are carried out with.
+/// The state with which the driver's decisions are carried out: ranks, loaders, weights, requests.
 struct Processes {
     shared: Arc<Shared>,
     cluster: Arc<ClusterConfig>,

@@ -31,7 +31,7 @@ pub struct Service {
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Longest time of a step.
     step_timeout: Duration,
-    /// What the step loop begins with; `None` once it has begun.
+    /// The arguments of the step loop's thread; `None` once it has started.
     unstarted: Mutex<Option<(ClusterConfig, watch::Sender<Option<ServiceEnd>>)>>,
 }
 

@@ -215,7 +215,7 @@ impl Shared {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner).1.folder.clone()
     }
 
-    /// What a reload is checked against, and the version that serves. It describes the checkpoint that serves, with the placement
+    /// The data for the checks of a reload, and the version that serves. They describe the checkpoint that serves, with the placement
     /// that `change` asks for.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ const MADV_COLLAPSE: i32 = 25;
 /// Reserved addresses, of which the first bytes show a file once it is mapped.
 #[derive(Debug)]
 pub(super) struct AddressSpace {
-    /// What was reserved: a huge page more than is used.
+    /// The reserved range: a huge page more than is used.
     start: NonNull<u8>,
     reserved: usize,
     base: NonNull<u8>,

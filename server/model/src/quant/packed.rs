@@ -26,8 +26,8 @@ pub(super) fn gptq(config: &Config, map: &Map<String, Value>) -> Result<Quantiza
     Ok(Quantization { int4: Some(Int4 { layout, group }), ..Quantization::default() })
 }
 
-/// Whether some columns may be in another order. The rules of `dynamic` for single modules may say so too; what else they change, bits
-/// and groups, the shapes of tensors show.
+/// Whether columns of some matrices may be reordered: `desc_act` of the whole checkpoint, or in a rule of `dynamic`, which applies to
+/// single modules. Other fields of such rules (bits, group sizes) are ignored, because they show in the shapes of tensors.
 fn reordered(map: &Map<String, Value>) -> bool {
     let rules = map.get("dynamic").and_then(Value::as_object);
     let mut rules = rules.into_iter().flat_map(Map::values).filter_map(Value::as_object);

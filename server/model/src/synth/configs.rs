@@ -131,7 +131,7 @@ pub(super) fn hashed_layers(config: &SynthConfig, family: &Family) -> usize {
     if matches!(family.layers, LayerRule::Hashed { .. }) { (config.layers - 1).min(3) } else { 0 }
 }
 
-/// The number of groups of experts, and how many of them experts are chosen from.
+/// The number of groups of experts, and the number of groups from which a token chooses its experts.
 fn groups(config: &SynthConfig) -> (usize, usize) {
     let (groups, kept) = (4, 2);
     let size = config.experts / groups;

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::super::window::{AreaHeader, WindowShape, Windows};
 use expertd_types::{Rank, Slot};
 
-/// What this rank dispatches to one peer: to be filled while the slot is open ([`SlotState`](super::SlotState)).
+/// The rows that this rank dispatches to one peer, to be filled while the slot is open ([`SlotState`](super::SlotState)).
 #[derive(Debug)]
 pub(crate) struct Outgoing<'a> {
     /// Number of rows, and k.

@@ -31,7 +31,7 @@ pub(super) enum Half {
     Second,
 }
 
-/// What distinguishes steps of one kind of layer in one slot.
+/// The key of a graph among those of one kind of layer in one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Variant {
     /// The largest number of rows per rank that the launches cover.

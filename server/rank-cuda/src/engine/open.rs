@@ -17,7 +17,7 @@ pub(super) fn gpu_path() -> Result<GpuPath, String> {
     }
 }
 
-/// What is known of a GPU without a context on it.
+/// The properties of a GPU that are known without a context on it.
 ///
 /// # Errors
 /// The driver's error.

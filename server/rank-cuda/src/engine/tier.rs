@@ -142,7 +142,7 @@ impl Tier {
     }
 
     /// Whether the second half of a step may follow: the sums of all CPU ranks have come, or the step has failed and does not wait for
-    /// them. `waited`: time since the step became the oldest one, from which the router's limit of a step counts, too.
+    /// them. `waited`: time since the step became the oldest one; the router's time limit of a step starts then as well.
     fn is_ready(&self, rest: &Rest, waited: Duration) -> Result<bool, CudaFault> {
         let (slot, sequence) = (Slot(rest.step.slot), Sequence(rest.step.sequence));
         let stuck = |error: expertd_tier::WireError| CudaFault::Stuck(error.to_string());

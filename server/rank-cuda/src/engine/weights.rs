@@ -29,7 +29,7 @@ const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.
 const LOAD_THREADS: usize = 16;
 
-/// What the device memory holds.
+/// The contents of the device memory.
 #[derive(Debug, Serialize, Deserialize)]
 struct Index {
     layout: u32,

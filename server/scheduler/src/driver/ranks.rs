@@ -18,7 +18,7 @@ pub enum MemoryMail {
     Ended(MemoryId),
 }
 
-/// What callers have left for the driver.
+/// Messages of callers for the driver.
 #[derive(Debug)]
 pub struct Mail<P, S, T> {
     /// Requests, with their payloads.
@@ -44,7 +44,7 @@ pub enum ReloadFailure {
 
 /// The callers' side: what they send, and what they are told.
 pub trait Callers {
-    /// What the state machines do not need of a request.
+    /// The part of a request that the state machines do not need.
     type Payload;
     /// Where weights come from.
     type Source: Clone;

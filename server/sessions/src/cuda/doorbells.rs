@@ -7,7 +7,7 @@ use expertd_session::cuda::wire::{MAX_PREPARED, MAX_ROWS, PreparedCall, Ring, Ro
 use expertd_session::wire::{ALIGN, RequestRecord};
 use expertd_types::{DType, LayerId};
 
-/// What happens to a ring.
+/// The outcome of a ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RingVerdict {
     /// The call is in flight now.
@@ -70,7 +70,7 @@ impl DoorbellTable {
         self.doorbells.get(doorbell as usize).map_or(0, |bell| bell.in_flight)
     }
 
-    /// Whether a call is the last one that its doorbell was rung for.
+    /// Whether `call` is the latest call of its doorbell.
     pub(super) fn is_last(&self, doorbell: u32, call: u64) -> bool {
         self.doorbells.get(doorbell as usize).is_some_and(|bell| bell.calls == call)
     }

@@ -17,7 +17,7 @@ pub(super) struct RequestPlaces {
     pub(super) copied: usize,
 }
 
-/// What happens to a request.
+/// The outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RequestVerdict {
     /// It is in flight now.

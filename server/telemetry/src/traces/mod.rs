@@ -97,7 +97,7 @@ fn tls(file: Option<String>) -> Result<ClientTlsConfig, TraceError> {
     Ok(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem)))
 }
 
-/// What describes this process: `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`, and defaults where these say nothing.
+/// The description of this process: `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`, and defaults where these say nothing.
 fn resource() -> Resource {
     use opentelemetry::Key;
 

@@ -1,4 +1,4 @@
-//! The assignment of experts to ranks where nothing else is asked for.
+//! The default placement of experts.
 
 use std::ops::Range;
 

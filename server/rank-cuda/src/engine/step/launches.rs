@@ -356,7 +356,7 @@ impl Phases<'_> {
             multiprocessors: step.multiprocessors,
         };
         let power_of_two_scales = spec.is_some_and(|s| s.power_of_two_scales);
-        // A rank alone has all rows in FP8 if its routed experts take them so.
+        // In a group of one rank, rows are already in FP8 if its routed experts take FP8 rows.
         let fp8 = format == DeviceFormat::W8a8
             && step.group.ranks == 1
             && self.quantises_rows()
