@@ -4,33 +4,10 @@
 #[path = "../tests/simulate/harness/mod.rs"]
 mod harness;
 
-use std::process::ExitCode;
-use std::time::Instant;
-
-fn main() -> ExitCode {
-    let numbers: Option<Vec<u64>> = std::env::args().skip(1).map(|text| text.parse().ok()).collect();
-    match numbers.as_deref() {
-        Some([seed]) => {
-            println!("{}", harness::trace_of(*seed));
-            ExitCode::SUCCESS
-        }
-        Some([first, count]) => {
-            let start = Instant::now();
-            let report = harness::run_seeds(*first, *count);
-            if let Some(failure) = report.failure {
-                println!("{failure}");
-                return ExitCode::FAILURE;
-            }
-            println!(
-                "{count} schedules from seed {first} on: all invariants held, {:.1} s",
-                start.elapsed().as_secs_f64()
-            );
-            println!("{:#?}", report.seen);
-            ExitCode::SUCCESS
-        }
-        _ => {
-            println!("usage: simulate FIRST COUNT | simulate SEED");
-            ExitCode::from(64)
-        }
-    }
+fn main() -> std::process::ExitCode {
+    let run_seeds = |first, count| {
+        let harness::Report { failure, seen } = harness::run_seeds(first, count);
+        (failure, seen)
+    };
+    expertd_test_seed::simulation::program(run_seeds, harness::trace_of)
 }

@@ -4,6 +4,7 @@
 
 mod lingering;
 mod random;
+pub mod simulation;
 
 use std::cell::Cell;
 use std::sync::OnceLock;

@@ -135,13 +135,10 @@ impl Group {
     fn take(&mut self, at: usize, is_after_end: bool) -> Option<StepDone> {
         let step = self.in_flight.remove(at)?;
         self.front_time = ObservedTime::start(Instant::now());
-        let completions =
-            step.completions.into_iter().map(|completion| completion.unwrap_or_else(Completion::zeroed));
-        let completions: Vec<Completion> = completions.collect();
-        let mut phase_ns = [0; Phase::ALL.len()];
-        for (slowest, phase) in phase_ns.iter_mut().zip(0..) {
-            *slowest = completions.iter().map(|c: &Completion| c.phase_ns[phase]).max().unwrap_or(0);
-        }
+        let filled = |completion: Option<Completion>| completion.unwrap_or_else(Completion::zeroed);
+        let completions: Vec<Completion> = step.completions.into_iter().map(filled).collect();
+        let slowest = |phase: usize| completions.iter().map(|done| done.phase_ns[phase]).max().unwrap_or(0);
+        let phase_ns = std::array::from_fn(slowest);
         Some(StepDone { step: step.step, tokens: step.tokens, phase_ns, completions, is_after_end })
     }
 

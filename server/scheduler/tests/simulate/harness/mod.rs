@@ -19,29 +19,7 @@ use std::fmt;
 use self::schedule::{Input, Schedule};
 use self::world::World;
 
-macro_rules! seen {
-    ($($name:ident),+) => {
-        /// Counts of the events that schedules are meant to cause.
-        #[derive(Clone, Copy, Debug, Default)]
-        pub struct Seen {
-            $($name: u64,)+
-        }
-
-        impl Seen {
-            /// Each count with its name.
-            #[allow(dead_code, reason = "the example prints them all instead")]
-            pub fn all(&self) -> Vec<(&'static str, u64)> {
-                vec![$((stringify!($name), self.$name)),+]
-            }
-
-            fn add_to(&self, sum: &mut Seen) {
-                $(sum.$name += self.$name;)+
-            }
-        }
-    };
-}
-
-seen!(
+expertd_test_seed::seen!(
     answers,
     split_requests_answered,
     steps,

@@ -134,7 +134,7 @@ impl Machine {
         self.check_table(layer)?;
         self.last_step += 1;
         let step = Sequence(self.last_step);
-        seen.overlapping_steps += u64::from(self.steps.iter().any(|other| other.layer == id));
+        seen.steps_that_overlap_in_a_layer += u64::from(self.steps.iter().any(|other| other.layer == id));
         self.note(&format!("step {step} of layer {id} with {}", Named(&table)));
         self.cache.launched(id, step).map_err(|error| error.to_string())?;
         self.steps.push(Step { step, layer: id, table });
@@ -190,8 +190,9 @@ impl Machine {
             seen.uploads += 1;
             seen.evictions += u64::from(upload.evicts.is_some());
         }
-        seen.waited_for_readers += self.lost.keys().filter(|(of, _)| *of == id).count() as u64;
-        seen.refused_for_bandwidth += u64::from(uploads.is_empty() && self.budget.is_short(self.now, 100));
+        seen.uploads_that_waited_for_readers += self.lost.keys().filter(|(of, _)| *of == id).count() as u64;
+        seen.proposals_that_bandwidth_limited +=
+            u64::from(uploads.is_empty() && self.budget.is_short(self.now, 100));
         self.check_table(layer)
     }
 
@@ -202,7 +203,7 @@ impl Machine {
         }
         let (upload, weights) = self.copies.swap_remove(self.random.below(self.copies.len()));
         let layer = self.layers.iter().position(|of| of.layer == upload.layer).ok_or("no such layer")?;
-        seen.late_after_reload += u64::from(weights != self.weights);
+        seen.uploads_that_ended_after_a_reload += u64::from(weights != self.weights);
         let fails = self.random.chance(15);
         self.note(&format!(
             "copy of expert {} of layer {} to slot {} {}",
@@ -212,7 +213,7 @@ impl Machine {
             if fails { "fails" } else { "ends" }
         ));
         let told = if fails {
-            seen.failed += 1;
+            seen.failed_uploads += 1;
             self.cache.failed(upload)
         } else {
             self.contents[layer][upload.slot.0 as usize] = Some((upload.expert, weights));
@@ -265,7 +266,7 @@ impl Machine {
                     "expert {absent} of layer {id} has no slot after {LAST_STEPS} steps that used it"
                 ));
             }
-            seen.filled_at_the_end += used.len() as u64;
+            seen.slots_with_the_most_used_experts_at_the_end += used.len() as u64;
         }
         Ok(())
     }

@@ -11,49 +11,30 @@ use std::fmt;
 
 use self::machine::Machine;
 
-/// How often something happened.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Seen {
-    pub uploads: u64,
-    pub evictions: u64,
-    pub waited_for_readers: u64,
-    pub failed: u64,
-    pub late_after_reload: u64,
-    pub reloads: u64,
-    pub overlapping_steps: u64,
-    pub refused_for_bandwidth: u64,
-    pub filled_at_the_end: u64,
-}
-
-impl Seen {
-    #[allow(dead_code, reason = "the example does not call it")]
-    pub fn all(self) -> [(&'static str, u64); 9] {
-        [
-            ("uploads", self.uploads),
-            ("evictions", self.evictions),
-            ("uploads that waited for readers", self.waited_for_readers),
-            ("failed uploads", self.failed),
-            ("uploads that ended after a reload", self.late_after_reload),
-            ("reloads", self.reloads),
-            ("steps that overlap in a layer", self.overlapping_steps),
-            ("proposals that bandwidth limited", self.refused_for_bandwidth),
-            ("slots that held the most used experts at the end", self.filled_at_the_end),
-        ]
-    }
-}
+expertd_test_seed::seen!(
+    uploads,
+    evictions,
+    uploads_that_waited_for_readers,
+    failed_uploads,
+    uploads_that_ended_after_a_reload,
+    reloads,
+    steps_that_overlap_in_a_layer,
+    proposals_that_bandwidth_limited,
+    slots_with_the_most_used_experts_at_the_end
+);
 
 /// A schedule that broke an invariant.
 #[derive(Debug)]
-pub struct Failure {
+pub struct Failed {
     seed: u64,
     number: u64,
     what: String,
     trace: String,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Failure { seed, number, what, trace } = self;
+        let Failed { seed, number, what, trace } = self;
         let last: Vec<&str> = trace.lines().rev().take(30).collect();
         writeln!(f, "seed {seed}, schedule number {number}, broke an invariant: {what}")?;
         last.into_iter().rev().try_for_each(|line| writeln!(f, "  {line}"))
@@ -63,7 +44,7 @@ impl fmt::Display for Failure {
 /// What a run has found.
 #[derive(Debug, Default)]
 pub struct Report {
-    pub failure: Option<Failure>,
+    pub failure: Option<Failed>,
     pub seen: Seen,
 }
 
@@ -74,7 +55,7 @@ pub fn run_seeds(first: u64, count: u64) -> Report {
         let seed = first.wrapping_add(number);
         let mut machine = Machine::new(seed);
         if let Err(what) = machine.run(&mut report.seen) {
-            report.failure = Some(Failure { seed, number: number + 1, what, trace: machine.trace });
+            report.failure = Some(Failed { seed, number: number + 1, what, trace: machine.trace });
             break;
         }
     }
