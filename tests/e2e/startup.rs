@@ -258,6 +258,13 @@ fn the_summary_names_what_was_given_and_ends_with_a_command_that_works() {
 }
 
 #[test]
+fn weights_that_exceed_their_limit_are_refused_at_the_start() {
+    let (code, message) = serve_to_the_end(&fixture(FAMILY), &["--max-weight-bytes", "1000"]);
+    assert_eq!(code, Some(64), "{message}");
+    assert!(message.contains("max-weight-bytes: is 1000, but the packed weights take"), "{message}");
+}
+
+#[test]
 fn an_address_that_is_taken_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();

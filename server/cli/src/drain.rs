@@ -12,8 +12,8 @@ use super::exit::CommandError;
 
 /// Stop admitting requests, finish what is in flight, and end the service
 ///
-/// Returns when no request is in flight or the time limit has passed. Exits with status 0 if every request was answered, 1 if
-/// some were dropped or the service does not answer.
+/// Returns when no request is in flight or the time limit has passed. Exits with status 0 if every request was answered, 64 for an
+/// address or a file that cannot be used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct DrainArgs {
     /// Address of Admin.

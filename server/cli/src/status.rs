@@ -21,7 +21,7 @@ use super::units::{bytes, count};
 
 /// Show the state of a running service, its EP group and its ranks
 ///
-/// Exits with status 0 if requests are admitted, 1 if they are not or the service does not answer.
+/// Exits with status 0 if requests are admitted, 64 for an address or a file that cannot be used, 1 otherwise.
 #[derive(Args, Clone, Debug)]
 pub struct StatusArgs {
     /// Address of Admin.

@@ -115,7 +115,7 @@ fn find(
 }
 
 /// Host memory that the packed weights of all ranks on CPUs take, in bytes. The first `sources` ranks get rows.
-fn packed_bytes(
+pub(super) fn packed_bytes(
     spec: &ModelSpec,
     devices: &[DeviceKind],
     sources: usize,

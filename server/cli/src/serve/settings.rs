@@ -264,8 +264,8 @@ settings! {
     insecure: bool = Some(false), env "EXPERTD_INSECURE", in "Access", arg(num_args = 0..=1, default_missing_value = "true");
     /// Fingerprint every byte of the weights instead of samples; loading then reads them twice [default: false]
     verify_weights: bool = Some(false), env "EXPERTD_VERIFY_WEIGHTS", in "Model and weights", arg(num_args = 0..=1, default_missing_value = "true");
-    /// Host memory for packed weights, in bytes; a reload that exceeds it drops the present weights first, while requests wait
-    /// [default: what the machine has available]
+    /// Host memory for packed weights, in bytes, at least for one set; a reload for which two sets exceed it drops the present weights
+    /// first, while requests wait [default: what the machine has available]
     max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES", in "Model and weights";
     /// Start although the weights need more host memory than is available now [default: false]
     skip_memory_check: bool = Some(false), env "EXPERTD_SKIP_MEMORY_CHECK", in "Model and weights", arg(num_args = 0..=1, default_missing_value = "true");

@@ -76,7 +76,7 @@ pub enum BindError {
     System { address: Address, source: io::Error },
     #[error("cannot listen on unix:{}: another process listens on it: stop that process, or choose another path", path.display())]
     InUse { path: PathBuf },
-    #[error("cannot listen on unix:{}: the path is a file and not a socket; move it or choose another path", path.display())]
+    #[error("cannot listen on unix:{}: the path exists and is not a socket; move it or choose another path", path.display())]
     NotASocket { path: PathBuf },
 }
 

@@ -181,22 +181,29 @@ impl ServePlan {
         })
     }
 
-    /// Checks that host memory has room for the weights of CPU ranks. Loaders of GPU ranks check the memory of their devices.
+    /// Checks that host memory has room for the weights of CPU ranks, and that `max-weight-bytes` allows them. Loaders of GPU ranks check
+    /// the memory of their devices.
     ///
     /// # Errors
-    /// If there is too little memory, also after a wait of five seconds.
+    /// If they are not allowed, or there is too little memory, also after a wait of five seconds.
     pub fn check_memory(&self) -> Result<(), PlanError> {
-        let ClusterConfig { devices, checkpoint, .. } = &self.cluster;
+        let ClusterConfig { devices, checkpoint, max_weight_bytes, .. } = &self.cluster;
+        let placement = checkpoint.placement.as_ref();
+        let sources = self.cluster.shape.sources as usize;
+        let packed = super::reload::packed_bytes(&self.spec, devices, sources, placement);
+        if let Some(most) = max_weight_bytes.filter(|&most| packed > most) {
+            let problem =
+                format!("is {most}, but the packed weights take up to {packed} bytes of host memory");
+            return Err(value("max-weight-bytes", problem));
+        }
         if self.skip_memory_check || !devices.contains(&DeviceKind::Cpu) {
             return Ok(());
         }
-        let placement = checkpoint.placement.as_ref();
         // The wire of a mixed group is pinned.
         let exchange = match self.cluster.shape.is_mixed() {
             true => (self.window_bytes + self.channel_bytes) as u64,
             false => 0,
         };
-        let sources = self.cluster.shape.sources as usize;
         let lack = || super::reload::lack_of_memory(&self.spec, devices, sources, placement, exchange);
         let end = Instant::now() + MEMORY_WAIT;
         let (available, needed) = loop {
