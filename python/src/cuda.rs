@@ -135,8 +135,8 @@ impl OpenSession {
         self.check_lanes(LANES)
     }
 
-    /// As [`check`](Self::check), without calls that graphs captured: the thread that replays a graph finds their failures, also if
-    /// another thread's call found the session's end before.
+    /// Like [`check`](Self::check), but leaves calls that graphs captured to the thread that replays the graph. That thread then finds
+    /// their failures even if this one was the first to find that the session has ended.
     fn check_eager(&self) -> Result<(), SessionError> {
         self.check_lanes(CAPTURED)
     }

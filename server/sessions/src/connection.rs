@@ -85,8 +85,8 @@ pub(crate) fn serve_apart(shared: &Arc<Shared>, socket: UnixStream, opener: Open
     }
 }
 
-/// Serves the connection of a user who may open sessions, until the connection or its session ends. Takes `opening`, which counts
-/// connections without a session, once it has opened one.
+/// Serves the connection of a user who may open sessions, until the connection or its session ends. `opening` counts the connection among
+/// those without a session; it is taken and dropped once a session is open.
 pub(crate) fn serve(
     shared: &Arc<Shared>,
     socket: &UnixStream,

@@ -1,4 +1,4 @@
-//! Who wants rows computed: the interface between the step loop and the ways in.
+//! Callers, which want rows computed: the interface between the step loop and the ways in.
 
 use std::fmt;
 use std::ops::Range;
