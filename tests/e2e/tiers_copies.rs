@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 
 use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
+use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_test_seed::TestRng;
 use expertd_types::rows::{decode, encode, encode_i32};
-use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
 
@@ -25,6 +26,8 @@ const STREAMED: [&str; 2] = ["--stream-rows", "6"];
 /// Sizes of the model that [`Pair`] serves.
 const EXPERTS: usize = 16;
 const K: usize = 4;
+/// Of the copies of a source on a CPU some fail.
+const FAILED_COPIES: (&str, &str) = ("EXPERTD_TIER_FAIL_COPIES", "5");
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A mixed group of a source and two CPU ranks, and one rank with the same weights.
@@ -194,10 +197,11 @@ async fn memory_that_cannot_be_pinned_leaves_experts_with_their_ranks() {
 }
 
 /// Experts that are used much get slots, one set after another, while calls of both layers and of all sizes are compared.
-async fn slots_follow_the_use(environment: &[(&str, &str)]) {
+async fn slots_follow_the_use(device: &str, environment: &[(&str, &str)]) {
     // Two layers of experts of 48 KiB: four slots each.
     let more = [&STREAMED[..], &["--slot-memory", "400K"]].concat();
-    let mut pair = Pair::start("cuda,cpu", &more, environment).await;
+    let mut pair = Pair::start(device, &more, environment).await;
+    let ranks = pair.mixed.1.ranks();
     for round in 0..8 {
         let first = 1 + round * 4 % 12;
         let hot: Vec<i32> = (first..first + 4).collect();
@@ -225,6 +229,7 @@ async fn slots_follow_the_use(environment: &[(&str, &str)]) {
             }
         }
     }
+    assert_eq!(pair.mixed.1.ranks(), ranks, "a rank found another expert in a slot than its table names");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -232,8 +237,68 @@ async fn slots_follow_the_use(environment: &[(&str, &str)]) {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn answers_are_right_while_slots_change() {
     let _in_use = gpus();
-    slots_follow_the_use(&[POISONED_WIRE]).await;
-    slots_follow_the_use(&[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+    slots_follow_the_use("cuda,cpu", &[POISONED_WIRE]).await;
+    slots_follow_the_use("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+}
+
+/// A source on a CPU has the same slots, in host memory.
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_are_right_while_slots_of_a_cpu_change() {
+    slots_follow_the_use("cpu,cpu", &[POISONED_WIRE, FAILED_COPIES]).await;
+}
+
+/// Each family and format is computed from slots, which are too few for the experts in use.
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_answers_of_every_family_and_format_with_slots() {
+    let mut rng = expertd_test_seed::rng();
+    let quantised = expertd_test_fixtures::all("quantised");
+    for (index, model) in families().iter().map(|family| fixture(family)).chain(quantised).enumerate() {
+        let workers = index % 3 + 1;
+        let placed = loop {
+            let placed = placement(&model, workers, &mut rng);
+            if placed.layers().any(|(layer, _)| !placed.is_whole(layer, Rank(0))) {
+                break placed;
+            }
+        };
+        let (_folder, file) = write(&placed);
+        let slot_memory = slot_memory(&model, 3).to_string();
+        let flags =
+            ["--device", "cpu,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", &slot_memory];
+        let service = Service::start_checkpoint(&model, workers as u32 + 1, &flags, &[POISONED_WIRE]);
+        let ranks = service.ranks();
+        verified(&service, &model, "f32", &["1000", "1", "1000", "3"], "1e-2").await;
+        assert_eq!(service.ranks(), ranks, "{}: a step failed", model.display());
+        let mut from_slots = 0;
+        for (layer, of_layer) in placed.layers() {
+            let counted = counts(&service, layer.0).await;
+            let of_cpus = (1..=workers as u32).flat_map(|rank| of_layer.first_owned_by(Rank(rank)));
+            from_slots += of_cpus.map(|expert| counted[0][expert as usize]).sum::<u64>();
+        }
+        assert!(from_slots > 0, "{}: no row found its expert in a slot", model.display());
+    }
+}
+
+/// Memory for about so many experts of each layer.
+fn slot_memory(model: &Path, experts: u64) -> u64 {
+    let checkpoint = Checkpoint::open_layers(model, LayerChoice::All).unwrap();
+    // Panels are padded.
+    2 * experts * checkpoint.spec().moe_layers().map(|(_, moe)| moe.experts.bytes.max(4096)).sum::<u64>()
+}
+
+/// Several clients at a time, while slots change and copies fail; ranks of both kinds are killed and stopped, and placements come in.
+#[tokio::test(flavor = "multi_thread")]
+async fn slots_of_a_cpu_change_under_load_faults_and_reloads() {
+    let mut rng = expertd_test_seed::rng();
+    let model = fixture(FAMILY);
+    let (_folder, file) = write(&placement(&model, 2, &mut rng));
+    let slot_memory = slot_memory(&model, 2).to_string();
+    let flags = ["--device", "cpu,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", &slot_memory];
+    let more = [&flags[..], &["--stream-rows", "48"]].concat();
+    let service = Service::start_checkpoint(&model, 3, &more, &[POISONED_WIRE, FAILED_COPIES]);
+    crate::tiers::faults_are_unseen(&service).await;
+    let ranks = service.ranks();
+    crate::tiers::placements_come_in(&service, 2, false, &mut rng).await;
+    assert!(service.ranks().iter().all(|rank| !ranks.contains(rank)));
 }
 
 /// Several clients at a time, so that steps of both layers overlap with each other and with copies; ranks are killed meanwhile.

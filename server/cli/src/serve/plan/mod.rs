@@ -191,9 +191,10 @@ impl ServePlan {
             return Ok(());
         }
         let placement = checkpoint.placement.as_ref();
-        // The wire of a mixed group is pinned.
+        // The wire of a mixed group is pinned. Slots of a source on a CPU are in host memory.
+        let of_slots = if self.cluster.device() == DeviceKind::Cpu { self.cluster.slot_bytes } else { 0 };
         let exchange = match self.cluster.shape.is_mixed() {
-            true => (self.window_bytes + self.channel_bytes) as u64,
+            true => (self.window_bytes + self.channel_bytes) as u64 + of_slots,
             false => 0,
         };
         let sources = self.cluster.shape.sources as usize;
