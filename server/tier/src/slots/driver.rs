@@ -29,21 +29,30 @@ struct Counted {
 }
 
 impl SlotDriver {
-    /// A driver of empty slots.
+    /// A driver of empty slots. What ranks have counted before, in earlier generations and of earlier weights, says which experts get them
+    /// first.
     #[must_use]
     pub fn new(layers: Vec<LayerSlots>, row_counts: RowCounts) -> SlotDriver {
         let counted = layers.iter().map(|LayerSlots { layer, experts, .. }| Counted {
             layer: *layer,
             rows: total(&row_counts, *layer, *experts),
         });
-        let counted = counted.collect();
-        SlotDriver { cache: SlotCache::new(layers, POLICY), row_counts, counted, begun: Instant::now() }
+        let counted: Vec<Counted> = counted.collect();
+        let mut cache = SlotCache::new(layers, POLICY);
+        counted.iter().for_each(|counted| cache.seed(counted.layer, &counted.rows));
+        SlotDriver { cache, row_counts, counted, begun: Instant::now() }
     }
 
     /// See [`SlotCache::resident`].
     #[must_use]
     pub fn resident(&self, layer: LayerId) -> &[Option<SlotIndex>] {
         self.cache.resident(layer)
+    }
+
+    /// See [`SlotCache::version`].
+    #[must_use]
+    pub fn version(&self, layer: LayerId) -> u64 {
+        self.cache.version(layer)
     }
 
     /// See [`SlotCache::launched`].
@@ -103,4 +112,54 @@ fn total(counts: &RowCounts, layer: LayerId, experts: usize) -> Vec<u64> {
         sums.iter_mut().zip(rank).for_each(|(sum, rows)| *sum += rows);
     }
     sums
+}
+
+#[cfg(test)]
+mod tests {
+    use expertd_ipc::RowCountsShape;
+    use expertd_types::{ExpertId, Rank};
+
+    use super::*;
+
+    const LAYER: LayerId = LayerId(2);
+
+    fn driver(counts: &RowCounts) -> SlotDriver {
+        let on_cpus = (1..8).map(ExpertId).collect();
+        let layer = LayerSlots { layer: LAYER, experts: 8, on_cpus, slots: 2, expert_bytes: 1000 };
+        SlotDriver::new(vec![layer], counts.clone())
+    }
+
+    fn proposed(driver: &mut SlotDriver) -> Vec<u32> {
+        let mut uploads = driver.propose(LAYER);
+        uploads.sort_by_key(|upload| upload.expert);
+        for upload in &uploads {
+            driver.loaded(*upload).expect("an upload in progress");
+        }
+        uploads.iter().map(|upload| upload.expert.0).collect()
+    }
+
+    #[test]
+    fn slots_fill_with_what_was_counted_before_and_follow_what_ranks_count() {
+        let shape = RowCountsShape { ranks: 3, layers: 3, experts: 8 };
+        let counts = RowCounts::create(shape).expect("memory for the counts");
+        let mut empty = driver(&counts);
+        empty.observe(LAYER, true);
+        assert!(proposed(&mut empty).is_empty(), "no expert was used");
+        for (rank, expert, rows) in [(0, 0, 900), (1, 3, 50), (2, 6, 70), (1, 5, 10), (0, 5, 20)] {
+            counts.add(Rank(rank), LAYER.index(), expert, rows);
+        }
+        let mut warm = driver(&counts);
+        // The first step has used none of these.
+        warm.observe(LAYER, true);
+        assert_eq!(proposed(&mut warm), [3, 6]);
+        assert_eq!(warm.version(LAYER), 2);
+        // A step for which all experts came to the source says nothing about slots.
+        counts.add(Rank(0), LAYER.index(), 7, 100);
+        warm.observe(LAYER, false);
+        assert!(proposed(&mut warm).is_empty());
+        counts.add(Rank(1), LAYER.index(), 1, 100);
+        warm.observe(LAYER, true);
+        assert_eq!(proposed(&mut warm), [1]);
+        assert!(warm.resident(LAYER)[1].is_some() && warm.version(LAYER) == 4);
+    }
 }
