@@ -261,7 +261,7 @@ impl StepEngine for CpuEngine {
 
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows, copied_bytes: 0 }))
+        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows, ..StepReport::default() }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

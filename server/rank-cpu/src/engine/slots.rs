@@ -116,13 +116,14 @@ impl Slots {
         Ok(Some(Slots { driver, slots, expert_bytes, copies, made, copied_bytes: 0 }))
     }
 
-    /// Counts a step as a reader of the layer's slots, and adds the experts in them to those that the source computes.
+    /// Counts a step as a reader of the layer's slots, and adds the experts in them to those that the source computes. Returns the version
+    /// of their table.
     pub(super) fn begin<'a>(
         &'a mut self,
         layer: usize,
         sequence: Sequence,
         experts: &mut StepExperts<'a>,
-    ) -> Result<(), StepFault> {
+    ) -> Result<u64, StepFault> {
         self.poll()?;
         let id = LayerId(layer as u32);
         self.driver.launched(id, sequence).map_err(StepFault::engine)?;
@@ -138,7 +139,7 @@ impl Slots {
                 }
             }
         }
-        Ok(())
+        Ok(self.driver.version(id))
     }
 
     /// A step has completed: its use of experts counts if it `counts`, and copies begin. Returns the bytes of copies that began since the

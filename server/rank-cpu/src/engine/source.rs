@@ -135,9 +135,10 @@ impl StepEngine for SourceEngine {
         let (index, is_split) = (step.layer as usize, !layer.is_whole);
         let mut experts = StepExperts::of(layer, self.rank);
         // In this order, as on a GPU: the step counts as a reader of slots even if it needs none.
-        if let Some(slots) = self.slots.as_mut().filter(|_| is_split) {
-            slots.begin(index, sequence, &mut experts)?;
-        }
+        let slot_version = match self.slots.as_mut().filter(|_| is_split) {
+            Some(slots) => slots.begin(index, sequence, &mut experts)?,
+            None => 0,
+        };
         let is_alone = is_split && tokens >= self.stream_rows;
         if is_alone {
             self.wire.spare(slot, sequence);
@@ -198,7 +199,8 @@ impl StepEngine for SourceEngine {
             Some(slots) => slots.ended(index, sequence, !is_alone)?,
             None => 0,
         };
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes }))
+        let phases = clock.phases();
+        Ok(Some(StepReport { phases, received_rows: tokens, expert_rows, copied_bytes, slot_version }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

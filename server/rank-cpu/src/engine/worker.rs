@@ -119,6 +119,11 @@ impl StepEngine for WorkerEngine {
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
         count_rows(&self.row_counts, self.rank, step.layer, &layer.mine, &self.grouped);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes: 0 }))
+        Ok(Some(StepReport {
+            phases: clock.phases(),
+            received_rows: tokens,
+            expert_rows,
+            ..StepReport::default()
+        }))
     }
 }

@@ -138,15 +138,16 @@ impl Slots {
     }
 
     /// Brings the table up to date on the stream of steps, and counts the step as a reader of the layer's slots. Called before its launch.
+    /// Returns the table's version.
     pub(super) fn begin(
         &mut self,
         layer: usize,
         sequence: Sequence,
         tables: SlotTables,
         on: &Stream,
-    ) -> Result<(), CudaFault> {
+    ) -> Result<u64, CudaFault> {
         self.poll()?;
-        let Some(of_layer) = self.layers.get_mut(layer).and_then(Option::as_mut) else { return Ok(()) };
+        let Some(of_layer) = self.layers.get_mut(layer).and_then(Option::as_mut) else { return Ok(0) };
         let id = LayerId(layer as u32);
         for (expert, (known, &slot)) in of_layer.known.iter_mut().zip(self.driver.resident(id)).enumerate() {
             if *known == slot {
@@ -164,7 +165,8 @@ impl Slots {
             }
             *known = slot;
         }
-        self.driver.launched(id, sequence).map_err(|error| CudaFault::Stuck(error.to_string()))
+        self.driver.launched(id, sequence).map_err(|error| CudaFault::Stuck(error.to_string()))?;
+        Ok(self.driver.version(id))
     }
 
     /// A step has completed: its use of experts counts unless all of them came to this GPU, and copies begin. Returns the bytes of copies
