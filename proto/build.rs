@@ -8,7 +8,7 @@ use prost::Message as _;
 const PROTOS: [&str; 2] = ["expertd/v1/moe.proto", "expertd/v1/admin.proto"];
 
 /// Messages that commands print as JSON.
-const SHOWN: [&str; 7] = [
+const SHOWN: [&str; 9] = [
     "GetStatusResponse",
     "GpuUsage",
     "Imbalance",
@@ -16,6 +16,8 @@ const SHOWN: [&str; 7] = [
     "ReloadStatus",
     "SessionStatus",
     "StepTiming",
+    "TierRows",
+    "TierStatus",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

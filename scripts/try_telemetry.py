@@ -4,12 +4,13 @@
 Usage: scripts/try_telemetry.py [--seconds N] [--picture FILE.svg] [BIN]
        scripts/try_telemetry.py --record FILE.tar.xz [--seconds N] [--model DIR] [--device cuda] [--tokens LIST] [BIN]
 
-BIN is a folder with expertd and expertd-loadtest (default target/release). One service runs here on two CPU ranks. The other
+BIN is a folder with expertd and expertd-loadtest (default target/release). One service runs here: a mixed group of two CPU ranks with
+slots. The other
 one is the recording of a service on two GPUs (tests/fixtures/telemetry): a listener says again, second by second, what that
 service said while it was under the same load and the same fault. So panels of GPUs are filled where there is none.
 
-Fails if a panel or a rule has no data of the recorded service; if one has none of the service on CPUs, panels of GPUs apart;
-or if these have data of it. --picture draws the dashboard from the recorded service's data. Needs prometheus (Debian's
+Fails if a panel or a rule has no data of the recorded service, panels of mixed groups apart; if one has none of the service on CPUs,
+panels of GPUs apart; or if these have data of it. --picture draws the dashboard from the recorded service's data. Needs prometheus (Debian's
 package of that name). Takes about N + 15 seconds (default 30).
 
 The second form makes such a recording, where a GPU is or elsewhere, and needs no Prometheus.
@@ -45,6 +46,8 @@ LISTEN, METRICS, PROMETHEUS, RECORDED = addresses.free(4)
 TOKEN = "engine-token-0123456789abcdef"
 # Metrics that only ranks on GPUs have.
 OF_GPUS = "expertd_gpu_"
+# Metrics that only mixed groups have.
+OF_TIERS = "expertd_tier_"
 RATE_INTERVAL = "10s"
 
 
@@ -99,8 +102,11 @@ class Processes:
 def serve(given: argparse.Namespace, folder: pathlib.Path, processes: Processes) -> subprocess.Popen:
     (folder / "tokens").write_text(f"engine {TOKEN}\n")
     (folder / "token").write_text(TOKEN + "\n")
+    ranks = ["--device", given.device, "--ranks", "2"]
+    if not given.record:
+        ranks = ["--device", "cpu,cpu", "--ranks", "1,1", "--slot-memory", "200K"]
     service = processes.start(
-        given.binaries / "expertd", "--log", "error", "serve", "--model", given.model, "--device", given.device, "--ranks", "2",
+        given.binaries / "expertd", "--log", "error", "serve", "--model", given.model, *ranks,
         "--listen", LISTEN, "--metrics-listen", METRICS, "--token-file", folder / "tokens",
         "--admin-listen", f"unix:{folder}/admin.sock", "--session-listen", f"unix:{folder}/session.sock",
         # Nothing listens there, so that spans are dropped.
@@ -153,8 +159,9 @@ def check(now: float) -> list[str]:
     for panel in panels():
         for target in panel["targets"]:
             expression = target["expr"]
-            if not returns(expression, RECORDED, now):
-                wrong.append(f"panel {panel['title']!r} has no data of the recorded service: {expression}")
+            if returns(expression, RECORDED, now) == (OF_TIERS in expression):
+                has = "data of mixed groups" if OF_TIERS in expression else "no data"
+                wrong.append(f"panel {panel['title']!r} has {has} of the recorded service: {expression}")
             if returns(expression, METRICS, now) == (OF_GPUS in expression):
                 has = "data of GPUs" if OF_GPUS in expression else "no data"
                 wrong.append(f"panel {panel['title']!r} has {has} of the service on CPUs: {expression}")

@@ -1,21 +1,28 @@
 //! Mixed groups whose source also computes experts of CPU ranks: all of them in steps of many rows, and those that have a copy in a slot.
 
+use std::io::{Read as _, Write as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use expertd_cli::admin::AdminAddress;
+use expertd_cli::status::{StatusArgs, status};
 use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
+use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::{DType, ForwardRequest};
 use expertd_test_seed::TestRng;
 use expertd_types::rows::{decode, encode, encode_i32};
-use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
+use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
+use rustix::process::Signal;
+use tempfile::TempDir;
 
 use crate::balance::counts;
 use crate::gpu::gpus;
+use crate::reload::reload_of;
 use crate::service::load::check_within;
-use crate::service::{Service, families, fixture, part};
+use crate::service::{Service, eventually, families, fixture, part, send};
 use crate::tiers::{POISONED_WIRE, TOLERANCE, placement, start, verified, write};
 
 const FAMILY: &str = "qwen3_moe";
@@ -25,6 +32,8 @@ const STREAMED: [&str; 2] = ["--stream-rows", "6"];
 /// Sizes of the model that [`Pair`] serves.
 const EXPERTS: usize = 16;
 const K: usize = 4;
+/// Of the copies of a source on a CPU some fail.
+const FAILED_COPIES: (&str, &str) = ("EXPERTD_TIER_FAIL_COPIES", "5");
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A mixed group of a source and two CPU ranks, and one rank with the same weights.
@@ -33,6 +42,8 @@ struct Pair {
     alone: (Client, Service),
     hidden: usize,
     rng: TestRng,
+    /// The checkpoint and the placement.
+    _folders: [TempDir; 2],
 }
 
 impl Pair {
@@ -44,7 +55,7 @@ impl Pair {
         let of_rank =
             |rank: usize| (1..EXPERTS as u32).filter(|expert| *expert as usize % 2 + 1 == rank).collect();
         let placed = |layer| (LayerId(layer), LayerPlacement::new(vec![vec![0], of_rank(1), of_rank(2)]));
-        let (_placement, file) = write(&ExpertPlacement::new(3, (0..2).map(placed)));
+        let (placement, file) = write(&ExpertPlacement::new(3, (0..2).map(placed)));
         let flags = ["--device", device, "--placement", file.to_str().unwrap()];
         let mixed = Service::start_checkpoint(folder.path(), 3, &[&flags, more].concat(), environment);
         let alone = Service::start_checkpoint(folder.path(), 1, &[], &[]);
@@ -53,11 +64,12 @@ impl Pair {
             alone: (Client::connect(&alone.address).await.unwrap(), alone),
             hidden: sizes.hidden,
             rng: expertd_test_seed::rng(),
+            _folders: [folder, placement],
         }
     }
 
-    /// Calls both with `tokens` rows whose experts are among `of`, and compares.
-    async fn call(&mut self, layer: u32, tokens: usize, of: &[i32]) {
+    /// A request of `tokens` rows whose experts are among `of`.
+    fn request(&mut self, layer: u32, tokens: usize, of: &[i32]) -> ForwardRequest {
         let rng = &mut self.rng;
         let rows: Vec<f32> = (0..tokens * self.hidden).map(|_| rng.random_range(-1.0..1.0)).collect();
         let (mut ids, mut weights) = (Vec::new(), Vec::new());
@@ -68,17 +80,25 @@ impl Pair {
             weights.extend((0..K).map(|_| rng.random_range(0.1..1.0_f32)));
         }
         let rows = encode(&rows, expertd_types::DType::F32);
-        let request = ForwardRequest::inline(layer, tokens as u32, DType::DtypeF32, rows).with_routing(
+        ForwardRequest::inline(layer, tokens as u32, DType::DtypeF32, rows).with_routing(
             encode_i32(&ids),
             encode(&weights, expertd_types::DType::F32),
             K as u32,
-        );
+        )
+    }
+
+    /// Calls both with `tokens` rows whose experts are among `of`, and compares. Returns the version of the table of slots.
+    async fn call(&mut self, layer: u32, tokens: usize, of: &[i32]) -> u64 {
+        let request = self.request(layer, tokens, of);
         let (wanted, found) = tokio::join!(
             self.alone.0.forward(request.clone(), None),
             self.mixed.0.forward(request.clone(), None)
         );
-        let wanted = decode(&wanted.unwrap().rows, expertd_types::DType::F32);
-        check_within(TOLERANCE, &found.unwrap(), &wanted, &request);
+        let (wanted, found) = (decode(&wanted.unwrap().rows, expertd_types::DType::F32), found.unwrap());
+        check_within(TOLERANCE, &found, &wanted, &request);
+        let receipt = found.receipt.unwrap();
+        assert!(receipt.slot_versions.is_empty() || receipt.slot_versions.len() == receipt.steps.len());
+        receipt.slot_versions.last().copied().unwrap_or(0)
     }
 
     /// Rows that the source has computed of experts that CPU ranks own, and that CPU ranks have computed.
@@ -194,10 +214,12 @@ async fn memory_that_cannot_be_pinned_leaves_experts_with_their_ranks() {
 }
 
 /// Experts that are used much get slots, one set after another, while calls of both layers and of all sizes are compared.
-async fn slots_follow_the_use(environment: &[(&str, &str)]) {
+async fn slots_follow_the_use(device: &str, environment: &[(&str, &str)]) {
     // Two layers of experts of 48 KiB: four slots each.
     let more = [&STREAMED[..], &["--slot-memory", "400K"]].concat();
-    let mut pair = Pair::start("cuda,cpu", &more, environment).await;
+    let mut pair = Pair::start(device, &more, environment).await;
+    let ranks = pair.mixed.1.ranks();
+    let mut versions = [0; 2];
     for round in 0..8 {
         let first = 1 + round * 4 % 12;
         let hot: Vec<i32> = (first..first + 4).collect();
@@ -207,11 +229,14 @@ async fn slots_follow_the_use(environment: &[(&str, &str)]) {
             let layer = step % 2;
             let before = pair.rows(layer).await;
             let tokens = pair.rng.random_range(1..STREAM_ROWS);
-            pair.call(layer, tokens, &hot).await;
+            let version = pair.call(layer, tokens, &hot).await;
+            let earlier = std::mem::replace(&mut versions[layer as usize], version);
+            assert!(version >= earlier, "layer {layer}: version {version} of the table after {earlier}");
             let after = pair.rows(layer).await;
             let [of_source, of_others] = [after[0] - before[0], after[1] - before[1]];
             assert_eq!(of_source + of_others, (tokens * K) as u64, "round {round}, step {step}");
             if step > 20 && of_others == 0 {
+                assert!(version > 0, "a row was computed in a slot of an empty table");
                 break;
             }
             assert!(
@@ -225,6 +250,40 @@ async fn slots_follow_the_use(environment: &[(&str, &str)]) {
             }
         }
     }
+    assert_eq!(pair.mixed.1.ranks(), ranks, "a rank found another expert in a slot than its table names");
+    for (layer, version) in versions.into_iter().enumerate() {
+        assert!(version > 8, "layer {layer}: {version} changes of the table in 8 rounds");
+    }
+    operators_see_the_rows(&pair).await;
+}
+
+/// Status and metrics of a mixed group say what ranks have counted.
+async fn operators_see_the_rows(pair: &Pair) {
+    let service = &pair.mixed.1;
+    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
+    let status = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
+    let tier = status.tier.unwrap();
+    assert_eq!(tier.layers.len(), 2);
+    assert!(tier.copied_bytes > 0);
+    for of in &tier.layers {
+        let counted = counts(service, of.layer).await;
+        let rows = pair.rows(of.layer).await;
+        assert_eq!((of.source, [of.copied, of.cpu]), (counted[0][0], rows), "layer {}", of.layer);
+        assert!(of.source > 0 && of.copied > 0 && of.cpu > 0, "{of:?}");
+    }
+    let first = tier.layers[0];
+    let line = format!("expertd_tier_rows_total{{layer=\"{}\",by=\"copy\"}} {}\n", first.layer, first.copied);
+    // Metrics are set every five seconds.
+    eventually(PATIENCE, "the metric of rows that found a copy", || scraped(service).contains(&line));
+}
+
+fn scraped(service: &Service) -> String {
+    let address = service.metrics.trim_start_matches("http://").trim_end_matches("/metrics");
+    let mut socket = std::net::TcpStream::connect(address).unwrap();
+    socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
+    let mut text = String::new();
+    socket.read_to_string(&mut text).unwrap();
+    text
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -232,8 +291,142 @@ async fn slots_follow_the_use(environment: &[(&str, &str)]) {
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
 async fn answers_are_right_while_slots_change() {
     let _in_use = gpus();
-    slots_follow_the_use(&[POISONED_WIRE]).await;
-    slots_follow_the_use(&[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+    slots_follow_the_use("cuda,cpu", &[POISONED_WIRE]).await;
+    slots_follow_the_use("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+}
+
+/// A source on a CPU has the same slots, in host memory.
+#[tokio::test(flavor = "multi_thread")]
+async fn answers_are_right_while_slots_of_a_cpu_change() {
+    slots_follow_the_use("cpu,cpu", &[POISONED_WIRE, FAILED_COPIES]).await;
+}
+
+/// After a reload and a fault slots fill with the experts that were used most before, whatever the first steps use.
+#[tokio::test(flavor = "multi_thread")]
+async fn slots_start_warm() {
+    let mut pair = Pair::start("cpu,cpu", &["--slot-memory", "400K"], &[POISONED_WIRE]).await;
+    let (hot, others): (Vec<i32>, Vec<i32>) = ((3..7).collect(), (9..13).collect());
+    for step in 0..40 {
+        pair.call(0, 8, if step % 10 == 0 { &others } else { &hot }).await;
+    }
+    for reloads in [true, false] {
+        let ranks = pair.mixed.1.ranks();
+        if reloads {
+            reload_of(&pair.mixed.1, None, None).await.unwrap();
+        } else {
+            send(ranks[1], Signal::KILL);
+        }
+        eventually(PATIENCE, "new ranks", || {
+            let now = pair.mixed.1.ranks();
+            now.len() == 3 && now.iter().all(|rank| !ranks.contains(rank))
+        });
+        assert_eq!(pair.call(0, 1, &others).await, 0, "slots are empty in the first step");
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let before = pair.rows(0).await;
+        assert_ne!(pair.call(0, 4, &hot).await, 0);
+        let after = pair.rows(0).await;
+        assert_eq!(after, [before[0] + 16, before[1]], "reload: {reloads}");
+    }
+}
+
+/// Rows of several clients that wait for a step share the next one, in which each rank computes an expert once for all of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_of_several_clients_share_a_step() {
+    const CLIENTS: usize = 4;
+    let faults = tempfile::tempdir().unwrap();
+    let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap()), POISONED_WIRE];
+    let mut pair = Pair::start("cpu,cpu", &["--slot-memory", "200K"], &environment).await;
+    for round in 0..2 {
+        let place = faults.path().join("worker-slow");
+        std::fs::write(&place, "").unwrap();
+        let (first, client) = (pair.request(1, 2, &all()), pair.mixed.0.clone());
+        let held = tokio::spawn(async move { client.forward(first, None).await });
+        eventually(PATIENCE, "a step in which a rank is slow", || !place.exists());
+        let before = counts(&pair.mixed.1, 0).await;
+        let mut calls = Vec::new();
+        for tokens in 1..=CLIENTS {
+            let request = pair.request(0, tokens, &all()).returning_timings();
+            let client = Client::connect(&pair.mixed.1.address).await.unwrap();
+            let of_alone = pair.alone.0.clone();
+            calls.push(tokio::spawn(async move {
+                let (wanted, found) = tokio::join!(
+                    of_alone.forward(request.clone(), None),
+                    client.forward(request.clone(), None)
+                );
+                let (wanted, found) =
+                    (decode(&wanted.unwrap().rows, expertd_types::DType::F32), found.unwrap());
+                check_within(TOLERANCE, &found, &wanted, &request);
+                found.receipt.unwrap()
+            }));
+        }
+        held.await.unwrap().unwrap();
+        let mut steps = Vec::new();
+        for call in calls {
+            let receipt = call.await.unwrap();
+            let rows: Vec<u32> = receipt.timings.iter().map(|step| step.tokens).collect();
+            assert_eq!(rows, [(1..=CLIENTS as u32).sum::<u32>()], "rows of all clients in one step");
+            steps.extend(receipt.steps);
+        }
+        assert!(steps.len() == CLIENTS && steps.iter().all(|step| *step == steps[0]), "steps {steps:?}");
+        let after = counts(&pair.mixed.1, 0).await;
+        let sum = |counts: Vec<Vec<u64>>| counts.into_iter().flatten().sum::<u64>();
+        assert_eq!(sum(after) - sum(before), 10 * K as u64, "round {round}");
+    }
+}
+
+/// Each family and format is computed from slots, which are too few for the experts in use.
+#[tokio::test(flavor = "multi_thread")]
+async fn recorded_answers_of_every_family_and_format_with_slots() {
+    let mut rng = expertd_test_seed::rng();
+    let quantised = expertd_test_fixtures::all("quantised");
+    for (index, model) in families().iter().map(|family| fixture(family)).chain(quantised).enumerate() {
+        let workers = index % 3 + 1;
+        let placed = loop {
+            let placed = placement(&model, workers, &mut rng);
+            if placed.layers().any(|(layer, _)| !placed.is_whole(layer, Rank(0))) {
+                break placed;
+            }
+        };
+        let (_folder, file) = write(&placed);
+        let slot_memory = slot_memory(&model).to_string();
+        let flags =
+            ["--device", "cpu,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", &slot_memory];
+        let service = Service::start_checkpoint(&model, workers as u32 + 1, &flags, &[POISONED_WIRE]);
+        let ranks = service.ranks();
+        verified(&service, &model, "f32", &["1000", "1", "1000", "3"], "1e-2").await;
+        assert_eq!(service.ranks(), ranks, "{}: a step failed", model.display());
+        let mut from_slots = 0;
+        for (layer, of_layer) in placed.layers() {
+            let counted = counts(&service, layer.0).await;
+            let of_cpus = (1..=workers as u32).flat_map(|rank| of_layer.first_owned_by(Rank(rank)));
+            from_slots += of_cpus.map(|expert| counted[0][expert as usize]).sum::<u64>();
+        }
+        assert!(from_slots > 0, "{}: no row found its expert in a slot", model.display());
+    }
+}
+
+/// Memory for one expert of each layer in f32, in which CPU ranks hold some formats: several slots in others.
+fn slot_memory(model: &Path) -> u64 {
+    let checkpoint = Checkpoint::open_layers(model, LayerChoice::All).unwrap();
+    let spec = checkpoint.spec();
+    let padded = |features: usize| features.next_multiple_of(64) as u64;
+    spec.moe_layers().map(|(_, moe)| 3 * 4 * padded(spec.hidden) * padded(moe.experts.width)).sum()
+}
+
+/// Several clients at a time, while slots change and copies fail; ranks of both kinds are killed and stopped, and placements come in.
+#[tokio::test(flavor = "multi_thread")]
+async fn slots_of_a_cpu_change_under_load_faults_and_reloads() {
+    let mut rng = expertd_test_seed::rng();
+    let model = fixture(FAMILY);
+    let (_folder, file) = write(&placement(&model, 2, &mut rng));
+    let slot_memory = slot_memory(&model).to_string();
+    let flags = ["--device", "cpu,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", &slot_memory];
+    let more = [&flags[..], &["--stream-rows", "48"]].concat();
+    let service = Service::start_checkpoint(&model, 3, &more, &[POISONED_WIRE, FAILED_COPIES]);
+    crate::tiers::faults_are_unseen(&service).await;
+    let ranks = service.ranks();
+    crate::tiers::placements_come_in(&service, 2, false, &mut rng).await;
+    assert!(service.ranks().iter().all(|rank| !ranks.contains(rank)));
 }
 
 /// Several clients at a time, so that steps of both layers overlap with each other and with copies; ranks are killed meanwhile.

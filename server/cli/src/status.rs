@@ -6,10 +6,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use expertd_core::backend::{ExpertRows, LayerRows};
+use expertd_core::backend::{ExpertRows, LayerRows, TierRows};
 use expertd_proto::v1::{
     GetExpertRowsRequest, GetStatusRequest, GetStatusResponse, GpuUsage, Imbalance, RankStatus, ServiceState,
-    SessionStatus,
+    SessionStatus, TierStatus,
 };
 use expertd_types::LayerId;
 use serde_json::json;
@@ -161,6 +161,9 @@ fn to_text(status: &GetStatusResponse) -> String {
     if let Some(Imbalance { mean, largest, largest_layer }) = status.imbalance {
         line("imbalance", format!("{mean:.2}, at most {largest:.2} (layer {largest_layer})"));
     }
+    if let Some(tier) = status.tier.as_ref().and_then(tier_text) {
+        line("CPU experts", tier);
+    }
     line("router", format!("{} resident", bytes(status.router_memory_bytes)));
     for rank in &status.ranks {
         line(&format!("rank {}", rank.rank), rank_text(rank));
@@ -169,6 +172,21 @@ fn to_text(status: &GetStatusResponse) -> String {
         line(&format!("session {}", session.session), session_text(session));
     }
     text
+}
+
+/// Where a mixed group computed the rows of experts; `None` without rows.
+fn tier_text(tier: &TierStatus) -> Option<String> {
+    let rows =
+        |of: &expertd_proto::v1::TierRows| TierRows { source: of.source, copied: of.copied, cpu: of.cpu };
+    let all: TierRows = tier.layers.iter().map(rows).sum();
+    let shares = tier.layers.iter().filter_map(|of| Some((of.layer, rows(of).cpu_share()?)));
+    let (layer, most) = shares.max_by(|a, b| a.1.total_cmp(&b.1))?;
+    let hits = all.hit_rate().map_or_else(String::new, |rate| format!("; hit rate {rate:.2}"));
+    Some(format!(
+        "{:.2} of rows on CPU ranks, at most {most:.2} (layer {layer}){hits}, {} copied",
+        all.cpu_share()?,
+        bytes(tier.copied_bytes)
+    ))
 }
 
 fn rank_text(rank: &RankStatus) -> String {
@@ -249,6 +267,14 @@ mod tests {
                 ..SessionStatus::default()
             }],
             imbalance: Some(Imbalance { mean: 1.25, largest: 1.5, largest_layer: 7 }),
+            tier: Some(TierStatus {
+                layers: vec![
+                    expertd_proto::v1::TierRows { layer: 5, source: 60, copied: 10, cpu: 30 },
+                    expertd_proto::v1::TierRows { layer: 7, source: 0, copied: 50, cpu: 50 },
+                    expertd_proto::v1::TierRows { layer: 8, ..Default::default() },
+                ],
+                copied_bytes: 3 << 30,
+            }),
             router_memory_bytes: 36 << 20,
             weight_folder: "/models/olmoe".to_owned(),
             ..GetStatusResponse::default()
@@ -261,6 +287,10 @@ mod tests {
         assert!(text.contains("re-forming (rank 1 was killed by signal 9)"), "{text}");
         assert!(text.contains("loading, pid 77, cpu (2 cores), 1.0 MiB of 3.0 MiB of weights, 5.0 MiB of 9.0 MiB of GPU memory used, GPU 40 % busy"), "{text}");
         assert!(text.contains("imbalance    1.25, at most 1.50 (layer 7)"), "{text}");
+        let of_tier =
+            "CPU experts  0.40 of rows on CPU ranks, at most 0.50 (layer 7); hit rate 0.43, 3.0 GiB copied";
+        assert!(text.contains(of_tier), "{text}");
+        assert_eq!(tier_text(&TierStatus::default()), None);
         assert!(text.contains("router       36.0 MiB resident"), "{text}");
         assert!(text.contains("folder       /models/olmoe"), "{text}");
         assert!(text.contains("session 3    user 7, pid 99, 0 s, 1.0 MiB, 0 calls"), "{text}");
@@ -284,6 +314,7 @@ mod tests {
         assert_eq!(value["ranks"][0]["gpu"]["utilization_percent"], 40);
         assert_eq!(value["sessions"][0]["pid"], 99);
         assert_eq!(value["imbalance"]["largest_layer"], 7);
+        assert_eq!(value["tier"]["layers"][1]["copied"], 50);
     }
 
     #[tokio::test]

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use expertd_telemetry::names;
 use expertd_types::LayerId;
 
+use crate::tier_rows::TierStatus;
+
 /// Interval at which metrics are set.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(5);
 /// Number of intervals over which the imbalance is computed.
@@ -123,7 +125,8 @@ impl RecentRows {
     }
 }
 
-/// Sets the metrics of rows per expert from a thread that ends with the service. `per_expert` adds a counter for each expert.
+/// Sets the metrics of rows per expert, and in a mixed group those of its rows, from a thread that ends with the service. `per_expert`
+/// adds a counter for each expert.
 ///
 /// # Errors
 /// If the thread cannot be started.
@@ -131,19 +134,23 @@ pub(crate) fn export<T: Send + Sync + 'static>(
     service: Weak<T>,
     per_expert: bool,
     read: fn(&T) -> ExpertRows,
+    tier: fn(&T) -> Option<TierStatus>,
 ) -> io::Result<()> {
     let thread = std::thread::Builder::new().name("expert-rows".into());
     let mut recent = RecentRows::default();
     thread
         .spawn(move || {
             while let Some(service) = service.upgrade() {
-                let rows = read(&service);
+                let (rows, tier) = (read(&service), tier(&service));
                 drop(service);
                 for (layer, imbalance) in recent.push(&rows) {
                     metrics::gauge!(names::LAYER_IMBALANCE, "layer" => layer.to_string()).set(imbalance);
                 }
                 if per_expert {
                     count(&rows);
+                }
+                if let Some(tier) = tier {
+                    count_tier(&tier);
                 }
                 std::thread::sleep(EXPORT_INTERVAL);
             }
@@ -157,6 +164,15 @@ fn count(rows: &ExpertRows) {
         for (expert, rows) in layer.of_experts().into_iter().enumerate() {
             let labels = [("layer", name.clone()), ("expert", expert.to_string())];
             metrics::counter!(names::EXPERT_ROWS_TOTAL, &labels).absolute(rows);
+        }
+    }
+}
+
+fn count_tier(tier: &TierStatus) {
+    for (layer, rows) in &tier.layers {
+        for (by, rows) in [("source", rows.source), ("copy", rows.copied), ("cpu", rows.cpu)] {
+            let labels = [("layer", layer.to_string()), ("by", by.to_owned())];
+            metrics::counter!(names::TIER_ROWS_TOTAL, &labels).absolute(rows);
         }
     }
 }

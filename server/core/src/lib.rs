@@ -17,4 +17,5 @@ pub mod failure;
 pub mod fuzzing;
 pub mod listen;
 pub mod steps;
+mod tier_rows;
 pub mod validate;

@@ -3,6 +3,7 @@
 
 mod grouped;
 mod phases;
+mod slots;
 mod source;
 mod worker;
 
@@ -48,9 +49,9 @@ impl StepBuffers {
     }
 }
 
-/// Adds the rows that this rank's experts have computed to its counts.
-fn count_rows(counts: &RowCounts, rank: Rank, layer: u32, weights: &RankLayer, grouped: &GroupedRows) {
-    let computed = weights.mine.iter().zip(grouped.rows_per_expert());
+/// Adds the rows that a rank has computed to its counts; `experts` are those of `grouped`.
+fn count_rows(counts: &RowCounts, rank: Rank, layer: u32, experts: &[u32], grouped: &GroupedRows) {
+    let computed = experts.iter().zip(grouped.rows_per_expert());
     for (&expert, rows) in computed.filter(|&(_, rows)| rows != 0) {
         counts.add(rank, layer as usize, expert as usize, rows);
     }
@@ -144,7 +145,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
         let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
         Box::new(CpuEngine::new(setup, group, parts))
     } else if setup.rank.0 < setup.shape.sources {
-        Box::new(SourceEngine::new(setup, windows, parts).map_err(setup_failure)?)
+        Box::new(SourceEngine::new(setup, windows, parts)?)
     } else {
         Box::new(WorkerEngine::new(setup, windows, parts).map_err(setup_failure)?)
     };
@@ -254,7 +255,7 @@ impl StepEngine for CpuEngine {
             compute_received(layer, batches, hidden, &mut self.grouped, &mut self.workspace, &self.pool);
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
-        count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
+        count_rows(&self.row_counts, self.rank, step.layer, &layer.mine, &self.grouped);
 
         self.group.combine(slot, out)?;
         if layer.shared.is_some() {
@@ -264,7 +265,7 @@ impl StepEngine for CpuEngine {
 
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows, copied_bytes: 0 }))
+        Ok(Some(StepReport { phases: clock.phases(), received_rows, expert_rows, ..StepReport::default() }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

@@ -31,6 +31,8 @@ pub struct StepReport {
     pub expert_rows: usize,
     /// Bytes of weights that were copied from host memory to the device since the report before.
     pub copied_bytes: u64,
+    /// Version of the table of expert slots with which the step was launched; 0 without slots.
+    pub slot_version: u64,
 }
 
 /// Why a rank's part of a step failed.

@@ -266,6 +266,7 @@ impl ReadyRank {
                 completion.received_rows = report.received_rows as u32;
                 completion.expert_rows = report.expert_rows as u32;
                 completion.copied_bytes = report.copied_bytes;
+                completion.slot_version = report.slot_version;
             }
             Err(fault) => {
                 tracing::error!(step = step.step, %fault, "step failed");

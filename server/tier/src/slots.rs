@@ -27,6 +27,7 @@
 //!    all layers).
 
 mod bucket;
+mod driver;
 mod layer;
 mod score;
 
@@ -35,6 +36,7 @@ use std::time::Duration;
 use expertd_types::{ExpertId, LayerId, Sequence};
 
 use self::bucket::Bucket;
+pub use self::driver::SlotDriver;
 use self::layer::{LayerCache, State};
 
 /// Most steps in flight at a time: each has a bit in a word.

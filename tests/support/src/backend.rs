@@ -143,6 +143,7 @@ impl Fake {
             tokens: request.tokens as u32,
             phases: Default::default(),
             computed: Duration::ZERO,
+            slot_version: 0,
             formed: Instant::now(),
             done: Instant::now(),
         };
@@ -210,6 +211,7 @@ impl Backend for Fake {
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
             reload: None,
+            tier: None,
             sessions: Vec::new(),
             weight_folder: "/models/fake".into(),
             ranks: vec![RankStatus {

@@ -28,6 +28,17 @@ impl<T: Pod> Storage<T> {
         bytemuck::try_cast_slice::<u8, T>(bytes).ok()?;
         Some(Storage::Shared { memory: Arc::clone(memory), range })
     }
+
+    /// The elements, to be overwritten.
+    ///
+    /// # Panics
+    /// If the memory is shared.
+    pub(crate) fn own_mut(&mut self) -> &mut [T] {
+        match self {
+            Storage::Own(buffer) => buffer,
+            Storage::Shared { .. } => panic!("packed weights in shared memory do not change"),
+        }
+    }
 }
 
 impl<T: Pod> Deref for Storage<T> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::groups::GroupLayout;
+use super::memory::AlignedBuffer;
 use super::packed::PackedMatrix;
 use super::simd_level::SimdLevel;
 use super::storage::{SharedBytes, Storage};
@@ -71,6 +72,35 @@ impl PackedMatrix {
     /// The packed scales; empty for formats without any.
     pub fn scales(&self) -> &[f32] {
         &self.scales
+    }
+
+    /// A matrix of the same form in memory of its own, which is resident. Its contents are zeros.
+    #[must_use]
+    pub(crate) fn blank(&self) -> PackedMatrix {
+        PackedMatrix {
+            data: Storage::Own(AlignedBuffer::resident(self.data.len())),
+            scales: Storage::Own(AlignedBuffer::resident(self.scales.len())),
+            ..*self
+        }
+    }
+
+    /// Overwrites the contents with those of `other`.
+    ///
+    /// # Panics
+    /// If the forms differ, or this matrix lies in shared memory.
+    pub(crate) fn copy_from(&mut self, other: &PackedMatrix) {
+        assert_eq!(self.form(), other.form(), "a matrix is copied over one of another form");
+        self.data.own_mut().copy_from_slice(&other.data);
+        self.scales.own_mut().copy_from_slice(&other.scales);
+    }
+
+    /// Overwrites the contents with bytes of 0xff, which are NaN in most formats.
+    ///
+    /// # Panics
+    /// If this matrix lies in shared memory.
+    pub(crate) fn poison(&mut self) {
+        self.data.own_mut().fill(0xff);
+        self.scales.own_mut().fill(f32::NAN);
     }
 
     /// The matrix whose elements and scales lie in `memory`; nothing is copied.

@@ -21,6 +21,7 @@ pub use self::request::{Answer, GivenRouting, Receipt, Request, RequestId, StepT
 pub use self::status::{Attachment, RankState, RankStatus, ServiceStatus, SessionStatus};
 pub use crate::expert_rows::{ExpertRows, LayerRows};
 use crate::failure::Failure;
+pub use crate::tier_rows::{TierRows, TierStatus};
 
 /// The future result of a submitted request. Dropping it cancels the request: it leaves the queue, or its rows are discarded
 /// when their step completes.

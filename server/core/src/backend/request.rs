@@ -124,6 +124,8 @@ pub struct StepTiming {
     pub phases: [Duration; Phase::ALL.len()],
     /// The largest total of any rank over all phases except the copies between host and device.
     pub computed: Duration,
+    /// Version of the source rank's table of expert slots for the layer: its changes within the generation. 0 without slots.
+    pub slot_version: u64,
     /// When the step formed.
     pub formed: Instant,
     /// When its last row was back at the router.

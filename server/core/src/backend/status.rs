@@ -7,6 +7,8 @@ pub use expertd_scheduler::Attachment;
 use expertd_scheduler::ServiceState;
 use expertd_types::{DeviceUsage, Rank};
 
+use super::TierStatus;
+
 /// State of the service, its group and its ranks.
 #[derive(Clone, Debug, Default)]
 pub struct ServiceStatus {
@@ -30,6 +32,8 @@ pub struct ServiceStatus {
     pub ranks: Vec<RankStatus>,
     /// Bytes loaded and bytes to load of a reload that is under way.
     pub reload: Option<(u64, u64)>,
+    /// Rows and copies of a mixed group; `None` in other groups.
+    pub tier: Option<TierStatus>,
     /// One entry per open session.
     pub sessions: Vec<SessionStatus>,
     /// Folder of the loaded weights; for operators only.

@@ -55,7 +55,7 @@ impl Service {
         metrics::gauge!(names::MODEL_INFO, "model" => model.name.clone()).set(1.0);
         let per_expert = config.expert_metrics;
         let shared = Arc::new(Shared::new(model, config, reload)?);
-        crate::expert_rows::export(Arc::downgrade(&shared), per_expert, Shared::expert_rows)?;
+        crate::expert_rows::export(Arc::downgrade(&shared), per_expert, Shared::expert_rows, Shared::tier)?;
         let (result, end) = watch::channel(None);
         let (thread, step_timeout) = (Mutex::new(None), cluster.step_timeout);
         let unstarted = Mutex::new(Some((cluster, result)));
@@ -187,6 +187,7 @@ impl Backend for Service {
         status.weight_folder = self.shared.weight_folder();
         status.sessions = self.shared.sessions.get().map(|list| list()).unwrap_or_default();
         status.steps_total = self.shared.steps_total.load(Ordering::Relaxed);
+        status.tier = self.shared.tier();
         status.tokens_queued = self.shared.front().inbox.queued_tokens() as u64;
         let left = left_processes();
         if !left.is_empty() {

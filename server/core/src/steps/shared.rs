@@ -18,8 +18,9 @@ use super::caller::{Caller, ClientMemory};
 use super::config::{ReloadContext, SchedulerConfig};
 use crate::backend::{
     DrainReport, ExpertRows, LayerRows, ModelInfo, PlacementChange, ReloadReport, Request, ServiceState,
-    ServiceStatus, SessionStatus, owned_ranges,
+    ServiceStatus, SessionStatus, TierRows, TierStatus, owned_ranges,
 };
+use crate::tier_rows::TierCounts;
 
 /// A checked reload on its way to the step loop.
 pub(super) struct ReloadMail {
@@ -72,6 +73,10 @@ pub(super) struct Shared {
     pub(super) steps_total: AtomicU64,
     pub(super) activity: Mutex<StepActivity>,
     pub(super) row_counts: RowCounts,
+    /// Where a mixed group has computed these rows. Locked before `model`, which it must be up to date with.
+    tier_counts: Mutex<TierCounts>,
+    /// Bytes of weights that ranks have copied from host memory.
+    pub(super) copied_bytes: AtomicU64,
     pub(super) config: SchedulerConfig,
     /// Seed of the random choices of the inbox and the step loop.
     pub(super) seed: u64,
@@ -114,6 +119,8 @@ impl Shared {
             steps_total: AtomicU64::new(0),
             activity: Mutex::new(StepActivity { at: Instant::now(), in_flight: false }),
             row_counts,
+            tier_counts: Mutex::default(),
+            copied_bytes: AtomicU64::new(0),
             config,
             seed,
             serving: Mutex::new(serving),
@@ -166,6 +173,21 @@ impl Shared {
         ExpertRows { layers: layers.collect() }
     }
 
+    /// The rows and copies of a mixed group since the service started; `None` in other groups.
+    pub(super) fn tier(&self) -> Option<TierStatus> {
+        let mut counts = self.tier_counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let layers = self.count_tier_rows(&mut counts)?;
+        Some(TierStatus { layers, copied_bytes: self.copied_bytes.load(Ordering::Relaxed) })
+    }
+
+    /// Brings the counts of a mixed group up to date by the placement that serves.
+    fn count_tier_rows(&self, counts: &mut TierCounts) -> Option<Vec<(LayerId, TierRows)>> {
+        let model = Arc::clone(&self.model.read().unwrap_or_else(PoisonError::into_inner));
+        let source = model.placement.first().filter(|_| model.sources < model.placement.len())?;
+        let experts = model.layers.iter().map(|(&layer, info)| (layer, info.num_experts));
+        Some(counts.update(&self.row_counts, experts, &source.experts))
+    }
+
     /// The current time of the state machine.
     pub(super) fn time(&self, instant: Instant) -> Time {
         Time(0) + instant.saturating_duration_since(self.started)
@@ -198,6 +220,8 @@ impl Shared {
 
     /// Sets the weights that the present generation serves, and the ranks that own their experts.
     pub(super) fn set_weights(&self, weight_version: WeightVersion, source: &CheckpointSource) {
+        let mut counts = self.tier_counts.lock().unwrap_or_else(PoisonError::into_inner);
+        self.count_tier_rows(&mut counts);
         let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
         let mut now =
             ModelInfo { weight_version, weight_fingerprint: source.fingerprint, ..ModelInfo::clone(&model) };
@@ -206,7 +230,7 @@ impl Shared {
             placed.experts = owned_ranges(&now.layers, source.placement.as_ref(), placed.rank, ranks);
         }
         *model = Arc::new(now);
-        drop(model);
+        drop((model, counts));
         *self.serving.lock().unwrap_or_else(PoisonError::into_inner) = (weight_version, source.clone());
     }
 

@@ -8,7 +8,7 @@ use prost::Message as _;
 
 use expertd_core::backend::{
     Answer, Attachment, ExpertRows, LayerRows, ModelInfo, RankState, Receipt, ServiceState, ServiceStatus,
-    StepTiming,
+    StepTiming, TierRows,
 };
 use expertd_types::{DType, uuid_text};
 
@@ -38,7 +38,14 @@ fn receipt(receipt: Receipt) -> v1::Receipt {
         topk_weights: receipt.topk_weights,
         queue_time: of_steps(receipt.queue_time),
         step_time: of_steps(receipt.step_time),
+        slot_versions: slot_versions(&receipt.timings),
     }
+}
+
+/// The version of the table of expert slots in each step; none if it was empty in all of them.
+fn slot_versions(timings: &[StepTiming]) -> Vec<u64> {
+    let versions: Vec<u64> = timings.iter().map(|timing| timing.slot_version).collect();
+    if versions.iter().all(|&version| version == 0) { Vec::new() } else { versions }
 }
 
 fn step_timing(timing: &StepTiming) -> v1::StepTiming {
@@ -193,6 +200,19 @@ pub(crate) fn status(model: &ModelInfo, status: ServiceStatus) -> v1::GetStatusR
                 },
             })
             .collect(),
+        tier: status.tier.map(|tier| v1::TierStatus {
+            layers: tier
+                .layers
+                .into_iter()
+                .map(|(layer, TierRows { source, copied, cpu })| v1::TierRows {
+                    layer: layer.0,
+                    source,
+                    copied,
+                    cpu,
+                })
+                .collect(),
+            copied_bytes: tier.copied_bytes,
+        }),
         imbalance: None,
         router_memory_bytes: 0,
         router_memory_limit_bytes: 0,

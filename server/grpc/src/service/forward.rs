@@ -62,17 +62,18 @@ pub(crate) async fn answer(
     return_timings: bool,
     trace: Option<&RequestTrace>,
 ) -> Result<ForwardResponse, Failure> {
-    let mut answer = pending.await.map_err(|_| {
+    let answer = pending.await.map_err(|_| {
         let reason = "the scheduler dropped the request".to_owned();
         Failure::Unavailable { reason, retry_after: Duration::from_millis(500) }
     })??;
     if let Some(trace) = trace {
         answer.receipt.describe_in(trace);
     }
-    if !return_timings {
-        answer.receipt.timings.clear();
+    let mut response = convert::response(answer);
+    if let Some(receipt) = response.receipt.as_mut().filter(|_| !return_timings) {
+        receipt.timings.clear();
     }
-    Ok(convert::response(answer))
+    Ok(response)
 }
 
 /// Checks a message against the model. `None` for zero tokens: the answer is empty and needs no step.

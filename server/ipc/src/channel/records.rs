@@ -104,6 +104,8 @@ pub struct Completion {
     pub expert_rows: u32,
     /// Bytes of weights that were copied from host memory to this rank's device for the step, or since the step before.
     pub copied_bytes: u64,
+    /// Version of the table of expert slots with which the step was launched; 0 without slots.
+    pub slot_version: u64,
     /// Number of bytes of `message` in use.
     pub message_len: u64,
     /// Reason of a failure, in UTF-8.

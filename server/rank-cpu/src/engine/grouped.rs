@@ -1,6 +1,7 @@
 //! Received rows in the order of their experts.
 
 use expertd_compute::experts::Assignments;
+use expertd_compute::experts::cpu::CpuExpert;
 
 use crate::exchange::ReceivedRows;
 use crate::weights::{NOT_HERE, RankLayer};
@@ -12,10 +13,52 @@ fn computes(owners: &ExpertOwners, rank: Rank, id: i32) -> bool {
     id.and_then(|id| owners.of(id)).is_some_and(|owners| owners.first() == Some(&rank))
 }
 
-/// The id that the source of a mixed group, `source`, sends to CPU ranks for a choice: -1 if it computes the expert itself, or the
-/// weight is zero, as the kernel of a source on a GPU does.
-pub(super) fn sent_id(owners: &ExpertOwners, source: Rank, id: i32, weight: f32) -> i32 {
-    if computes(owners, source, id) || weight == 0.0 { -1 } else { id }
+/// The experts of a layer that a rank of a mixed group computes in a step.
+pub(super) struct StepExperts<'a> {
+    /// `[experts of the layer]`: index of each in the fields below, or [`NOT_HERE`].
+    local: Vec<u32>,
+    pub(super) numbers: Vec<u32>,
+    pub(super) experts: Vec<&'a CpuExpert>,
+}
+
+impl<'a> StepExperts<'a> {
+    /// Those that `rank` computes by the placement.
+    pub(super) fn of(layer: &'a RankLayer, rank: Rank) -> Self {
+        let mut all = StepExperts {
+            local: vec![NOT_HERE; layer.local.len()],
+            numbers: Vec::new(),
+            experts: Vec::new(),
+        };
+        for (&expert, held) in layer.mine.iter().zip(&layer.experts) {
+            if computes(&layer.owners, rank, expert as i32) {
+                all.add(ExpertId(expert), held);
+            }
+        }
+        all
+    }
+
+    /// Adds an expert of another rank.
+    pub(super) fn add(&mut self, expert: ExpertId, held: &'a CpuExpert) {
+        self.local[expert.index()] = self.numbers.len() as u32;
+        self.numbers.push(expert.0);
+        self.experts.push(held);
+    }
+
+    /// The indices of experts, and their number.
+    pub(super) fn local(&self) -> (&[u32], usize) {
+        (&self.local, self.numbers.len())
+    }
+
+    /// The id that the source of a mixed group sends to CPU ranks for a choice: -1 if it computes the expert itself, or the weight is
+    /// zero, as the kernel of a source on a GPU does.
+    pub(super) fn sent_id(&self, id: i32, weight: f32) -> i32 {
+        if index(&self.local, id).is_some() || weight == 0.0 { -1 } else { id }
+    }
+}
+
+fn index(local: &[u32], id: i32) -> Option<usize> {
+    let index = *local.get(usize::try_from(id).ok()?)?;
+    (index != NOT_HERE).then_some(index as usize)
 }
 
 /// Received rows in the order of their experts; see [`Assignments`].
@@ -43,31 +86,30 @@ impl GroupedRows {
             let choices = batch.ids.iter().zip(batch.weights).enumerate();
             choices.map(move |(i, (&id, &weight))| ((first + i / batch.k) as u32, id, weight))
         });
-        self.sort(layer, choices);
+        self.sort(layer.mine.len(), |id| index(&layer.local, id), choices);
     }
 
-    /// Sorts the choices of a step of a mixed group that `rank` computes. Of an expert's owners the first one computes all of its rows.
-    /// Ids that no rank owns are ignored.
+    /// Sorts the choices of a step of a mixed group by the indices in `local` of the experts that the rank computes, which are below
+    /// `count`. Ids of other experts are ignored.
     pub(super) fn fill_mixed(
         &mut self,
-        layer: &RankLayer,
-        rank: Rank,
+        (local, count): (&[u32], usize),
         ids: &[i32],
         weights: &[f32],
         k: usize,
     ) {
         let choices = ids.iter().zip(weights).enumerate();
-        let choices = choices.filter(|(_, (id, _))| computes(&layer.owners, rank, **id));
-        self.sort(layer, choices.map(|(i, (&id, &weight))| ((i / k) as u32, id, weight)));
+        let choices = choices.map(|(i, (&id, &weight))| ((i / k) as u32, id, weight));
+        self.sort(count, |id| index(local, id), choices);
     }
 
-    /// Sorts `(row, expert, weight)`; `choices` is iterated twice.
-    fn sort(&mut self, layer: &RankLayer, choices: impl Iterator<Item = (u32, i32, f32)> + Clone) {
-        let count = layer.mine.len();
-        let local = |id: i32| {
-            let index = *layer.local.get(usize::try_from(id).ok()?)?;
-            (index != NOT_HERE).then_some(index as usize)
-        };
+    /// Sorts `(row, expert, weight)` by the indices that `local` gives for experts, which are below `count`; `choices` is iterated twice.
+    fn sort(
+        &mut self,
+        count: usize,
+        local: impl Fn(i32) -> Option<usize>,
+        choices: impl Iterator<Item = (u32, i32, f32)> + Clone,
+    ) {
         self.offsets.clear();
         self.offsets.resize(count + 1, 0);
         for expert in choices.clone().filter_map(|(_, id, _)| local(id)) {
@@ -110,10 +152,15 @@ mod tests {
     fn a_source_sends_the_choices_that_other_ranks_compute() {
         let owners = [vec![Rank(0)], vec![Rank(1)], vec![Rank(0), Rank(2)], vec![Rank(1), Rank(2)]];
         let owners = ExpertOwners::new(owners);
-        let sent = |id, weight| sent_id(&owners, Rank(0), id, weight);
+        let mut experts = StepExperts { local: vec![NOT_HERE; 4], numbers: Vec::new(), experts: Vec::new() };
+        for expert in (0..4).filter(|&expert| computes(&owners, Rank(0), expert)) {
+            experts.local[expert as usize] = experts.numbers.len() as u32;
+            experts.numbers.push(expert as u32);
+        }
+        let sent = |id, weight| experts.sent_id(id, weight);
         assert_eq!([0, 1, 2, 3].map(|id| sent(id, 0.5)), [-1, 1, -1, 3]);
         assert_eq!([0, 1, 2, 3].map(|id| sent(id, 0.0)), [-1; 4]);
-        assert_eq!((sent(-1, 0.5), sent(3, f32::NAN)), (-1, 3));
+        assert_eq!((sent(-1, 0.5), sent(3, f32::NAN), sent(4, 0.5)), (-1, 3, 4));
         // Each choice that is sent has one rank that computes it.
         for id in 0..4 {
             let ranks = (0..3).filter(|&rank| computes(&owners, Rank(rank), id));

@@ -1,8 +1,9 @@
-//! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns beside the other
-//! ranks. Steps of many rows it computes alone, as a source on a GPU does that copies the other experts for them; here their weights are
-//! read where they lie.
+//! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns, and those in
+//! slots, beside the other ranks. Steps of many rows it computes alone, as a source on a GPU does that copies the other experts for them;
+//! here their weights are read where they lie.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use expertd_compute::experts::cpu::{Workspace, forward};
@@ -10,15 +11,18 @@ use expertd_compute::gate::GateScratch;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
-use expertd_rank::{ClientMemory, HostMemories, PhaseClock, StepEngine, StepFault, StepReport};
-use expertd_tier::{SourceWire, TierShape, WireError};
+use expertd_rank::{
+    ClientMemory, Failure, HostMemories, PhaseClock, StepEngine, StepFault, StepReport, setup_failure,
+};
+use expertd_tier::{SourceWire, TierShape};
 use expertd_types::{ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use super::grouped::{GroupedRows, sent_id};
+use super::grouped::{GroupedRows, StepExperts};
 use super::phases::StepRows;
+use super::slots::{Slots, on_cpus};
 use super::{EngineParts, StepBuffers, attach_to, count_rows, workspace};
 use crate::weights::RankLayer;
 
@@ -29,8 +33,10 @@ pub(super) struct SourceEngine {
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
     /// The layers with the experts of all ranks, for steps of at least `stream_rows` rows.
-    whole_layers: Vec<Option<RankLayer>>,
+    whole_layers: Arc<Vec<Option<RankLayer>>>,
     stream_rows: usize,
+    /// Copies of experts of other ranks.
+    slots: Option<Slots>,
     buffers: StepBuffers,
     grouped: GroupedRows,
     workspace: Workspace,
@@ -47,11 +53,14 @@ pub(super) struct SourceEngine {
 
 impl SourceEngine {
     /// Joins the group whose wire is `wire`.
-    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, WireError> {
+    pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, Failure> {
         let EngineParts { pool, weights, all, row_counts } = parts;
-        let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire)?;
+        let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire);
+        let wire = wire.map_err(setup_failure)?;
         let (spec, layers, threads) = (weights.spec, weights.layers, pool.current_num_threads());
-        let whole_layers = whole(all.into_iter().map(|share| share.layers));
+        let whole_layers = Arc::new(whole(all.into_iter().map(|share| share.layers)));
+        let on_cpus = on_cpus(&layers, setup.rank);
+        let slots = Slots::new(&whole_layers, &on_cpus, row_counts.clone(), setup.slot_bytes);
         Ok(SourceEngine {
             wire,
             hidden: setup.shape.hidden,
@@ -69,6 +78,7 @@ impl SourceEngine {
             layers,
             whole_layers,
             stream_rows: setup.stream_rows,
+            slots: slots.map_err(setup_failure)?,
         })
     }
 }
@@ -122,18 +132,26 @@ impl StepEngine for SourceEngine {
         step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
         clock.end(Phase::Gate);
 
-        let mut layer = &*layer;
-        if !layer.is_whole && tokens >= self.stream_rows {
+        let (index, is_split) = (step.layer as usize, !layer.is_whole);
+        let mut experts = StepExperts::of(layer, self.rank);
+        // In this order, as on a GPU: the step counts as a reader of slots even if it needs none.
+        let slot_version = match self.slots.as_mut().filter(|_| is_split) {
+            Some(slots) => slots.begin(index, sequence, &mut experts)?,
+            None => 0,
+        };
+        let is_alone = is_split && tokens >= self.stream_rows;
+        if is_alone {
             self.wire.spare(slot, sequence);
-            let whole = self.whole_layers.get(step.layer as usize).and_then(Option::as_ref);
-            layer = whole.ok_or(StepFault::Layer(step.layer))?;
+            let whole = self.whole_layers.get(index).and_then(Option::as_ref);
+            experts = StepExperts::of(whole.ok_or(StepFault::Layer(step.layer))?, self.rank);
         }
-        if !layer.is_whole {
+        let needs_others = is_split && !is_alone;
+        if needs_others {
             let stride = self.wire.shape().stride();
             self.wire.begin(slot);
             let outgoing = self.wire.outgoing(slot, tokens, k).map_err(StepFault::engine)?;
             let choices = staging.ids.iter().zip(&*staging.weights);
-            let sent = choices.map(|(&id, &weight)| sent_id(&layer.owners, self.rank, id, weight));
+            let sent = choices.map(|(&id, &weight)| experts.sent_id(id, weight));
             outgoing.ids.iter_mut().zip(sent).for_each(|(place, id)| *place = id);
             outgoing.weights.copy_from_slice(staging.weights);
             let places = bytemuck::cast_slice_mut::<u16, bf16>(outgoing.rows).par_chunks_exact_mut(stride);
@@ -149,17 +167,17 @@ impl StepEngine for SourceEngine {
             let sigmoids = &mut self.sigmoids;
             step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.pool);
         }
-        self.grouped.fill_mixed(layer, self.rank, staging.ids, staging.weights, k);
+        self.grouped.fill_mixed(experts.local(), staging.ids, staging.weights, k);
         let assignments = self.grouped.assignments();
         let (workspace, pool) = (&mut self.workspace, Some(&self.pool));
-        forward(layer.kind, &layer.experts, assignments, &[rows], &mut [out], workspace, pool);
+        forward(layer.kind, &experts.experts, assignments, &[rows], &mut [out], workspace, pool);
         let expert_rows = assignments.rows.len();
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
-        count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
+        count_rows(&self.row_counts, self.rank, step.layer, &experts.numbers, &self.grouped);
 
         let out = &mut self.buffers.out[..tokens * hidden];
-        if !layer.is_whole {
+        if needs_others {
             self.wire.wait(slot, sequence, self.spin, self.limit).map_err(StepFault::engine)?;
             let stride = self.wire.shape().stride();
             for worker in 0..self.wire.shape().workers {
@@ -177,7 +195,12 @@ impl StepEngine for SourceEngine {
 
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes: 0 }))
+        let copied_bytes = match self.slots.as_mut().filter(|_| is_split) {
+            Some(slots) => slots.ended(index, sequence, !is_alone)?,
+            None => 0,
+        };
+        let phases = clock.phases();
+        Ok(Some(StepReport { phases, received_rows: tokens, expert_rows, copied_bytes, slot_version }))
     }
 
     fn attach(&mut self, memory: MemoryId, client: ClientMemory) -> Result<(), String> {

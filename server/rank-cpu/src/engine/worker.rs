@@ -103,7 +103,7 @@ impl StepEngine for WorkerEngine {
         clock.end(Phase::CopyIn);
         inject_faults();
 
-        self.grouped.fill_mixed(layer, self.rank, incoming.ids, incoming.weights, k);
+        self.grouped.fill_mixed((&layer.local, layer.mine.len()), incoming.ids, incoming.weights, k);
         let assignments = self.grouped.assignments();
         let (workspace, pool) = (&mut self.workspace, Some(&self.pool));
         if stride == hidden {
@@ -118,7 +118,12 @@ impl StepEngine for WorkerEngine {
         self.wire.finish(slot, sequence);
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
-        count_rows(&self.row_counts, self.rank, step.layer, layer, &self.grouped);
-        Ok(Some(StepReport { phases: clock.phases(), received_rows: tokens, expert_rows, copied_bytes: 0 }))
+        count_rows(&self.row_counts, self.rank, step.layer, &layer.mine, &self.grouped);
+        Ok(Some(StepReport {
+            phases: clock.phases(),
+            received_rows: tokens,
+            expert_rows,
+            ..StepReport::default()
+        }))
     }
 }

@@ -108,18 +108,19 @@ impl CopiedExperts {
         self.step.as_ref()
     }
 
-    /// Prepares a step of a layer that has experts on CPU ranks, before its launch. Returns whether all experts come here, and the bytes
-    /// that are copied for it.
+    /// Prepares a step of a layer that has experts on CPU ranks, before its launch. Returns whether all experts come here, the bytes that
+    /// are copied for it, and the version of the table of slots.
     pub(super) fn begin(
         &mut self,
         step: &StepDescriptor,
         layer: &Layer,
         tables: SlotTables,
         on: &Stream,
-    ) -> Result<(bool, u64), CudaFault> {
-        if let Some(slots) = &mut self.slots {
-            slots.begin(layer.index, Sequence(step.sequence), tables, on)?;
-        }
+    ) -> Result<(bool, u64, u64), CudaFault> {
+        let version = match &mut self.slots {
+            Some(slots) => slots.begin(layer.index, Sequence(step.sequence), tables, on)?,
+            None => 0,
+        };
         self.step = match &mut self.streaming {
             Some(streaming) if streaming.takes(layer.index, step.tokens as usize, &self.host) => {
                 streaming.begin(layer, step.slot as usize, self.slots.as_ref(), on)?
@@ -128,7 +129,7 @@ impl CopiedExperts {
         };
         let bytes =
             self.streaming.as_ref().zip(self.step.as_ref()).map(|(streaming, step)| streaming.bytes(step));
-        Ok((bytes.is_some(), bytes.unwrap_or(0)))
+        Ok((bytes.is_some(), bytes.unwrap_or(0), version))
     }
 
     /// Enqueues the copies of the step that is launched now; see [`Streaming::enqueue`].

@@ -41,6 +41,8 @@ pub(super) struct Running {
     pub(super) rest: Option<Rest>,
     /// Bytes of weights that are copied to the device for it.
     copied_bytes: u64,
+    /// Version of the table of expert slots.
+    slot_version: u64,
     /// For a layer that has experts on CPU ranks: its number, and whether they all came to the GPU.
     brought: Option<(usize, bool)>,
 }
@@ -265,12 +267,12 @@ impl StepEngine for CudaEngine {
             false => self.memories.place(&segments, staging.segments, converted),
         };
         let mut half = self.halves(layer)[0];
-        let mut copied_bytes = 0;
+        let (mut copied_bytes, mut slot_version) = (0, 0);
         let tables = self.layers.slot_tables();
         if let Some(tier) = self.tier.as_mut().filter(|_| half == Half::First) {
             let begun = tier.copied.as_mut().map(|copied| copied.begin(step, layer, tables, &self.stream));
-            let (is_streamed, bytes) = begun.transpose()?.unwrap_or((false, 0));
-            copied_bytes = bytes;
+            let (is_streamed, bytes, version) = begun.transpose()?.unwrap_or((false, 0, 0));
+            (copied_bytes, slot_version) = (bytes, version);
             if is_streamed {
                 half = Half::Whole;
                 tier.spare(step);
@@ -305,6 +307,7 @@ impl StepEngine for CudaEngine {
             notified: false,
             rest,
             copied_bytes,
+            slot_version,
             brought: needs_cpus.then_some((of_layer, is_streamed)),
         });
         Ok(None)
@@ -329,8 +332,9 @@ impl StepEngine for CudaEngine {
         if !self.has_ended(sequence, slot, copied)? {
             return Ok(None);
         }
-        let Some(Running { segments, gated, notified, parts, mut copied_bytes, brought, .. }) =
-            self.running.pop_front()
+        let Some(Running {
+            segments, gated, notified, parts, mut copied_bytes, slot_version, brought, ..
+        }) = self.running.pop_front()
         else {
             return Ok(None);
         };
@@ -370,6 +374,7 @@ impl StepEngine for CudaEngine {
             received_rows: completion.received as usize,
             expert_rows: completion.assignments as usize,
             copied_bytes,
+            slot_version,
         }))
     }
 

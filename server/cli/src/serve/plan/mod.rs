@@ -199,9 +199,10 @@ impl ServePlan {
         if self.skip_memory_check || !devices.contains(&DeviceKind::Cpu) {
             return Ok(());
         }
-        // The wire of a mixed group is pinned.
+        // The wire of a mixed group is pinned. Slots of a source on a CPU are in host memory.
+        let of_slots = if self.cluster.device() == DeviceKind::Cpu { self.cluster.slot_bytes } else { 0 };
         let exchange = match self.cluster.shape.is_mixed() {
-            true => (self.window_bytes + self.channel_bytes) as u64,
+            true => (self.window_bytes + self.channel_bytes) as u64 + of_slots,
             false => 0,
         };
         let lack = || super::reload::lack_of_memory(&self.spec, devices, sources, placement, exchange);

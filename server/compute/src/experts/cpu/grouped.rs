@@ -4,6 +4,7 @@
     reason = "threads write disjoint columns of the output and disjoint parts of the scratch"
 )]
 
+use std::borrow::Borrow;
 use std::ops::Range;
 
 use rayon::ThreadPool;
@@ -30,9 +31,9 @@ use expertd_model::WeightOn;
 ///
 /// # Panics
 /// If lengths do not match, a row number is out of range, or the workspace is too small.
-pub fn forward(
+pub fn forward<E: Borrow<CpuExpert> + Sync>(
     kind: ExpertKind,
-    experts: &[CpuExpert],
+    experts: &[E],
     assignments: Assignments<'_>,
     rows: &[&[f32]],
     out: &mut [&mut [f32]],
@@ -56,7 +57,7 @@ pub fn forward(
         out.iter_mut().for_each(|out| out.fill(0.0));
         return;
     };
-    let hidden = first.hidden();
+    let hidden = first.borrow().hidden();
     let rows = Segments::of(rows, hidden);
     let call = Call { kind, experts, offsets, numbers: Some(numbers), weights: Some(weights), rows, hidden };
     call.run(out, workspace, pool);
@@ -93,9 +94,9 @@ enum Projection {
 }
 
 /// The operands of one call.
-struct Call<'a> {
+struct Call<'a, E> {
     kind: ExpertKind,
-    experts: &'a [CpuExpert],
+    experts: &'a [E],
     offsets: &'a [u32],
     /// Row number of each assignment; if `None`, assignment `i` is row `i`.
     numbers: Option<&'a [u32]>,
@@ -104,14 +105,16 @@ struct Call<'a> {
     hidden: usize,
 }
 
-impl Call<'_> {
+impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
     fn run(&self, out: &mut [&mut [f32]], workspace: &mut Workspace, pool: Option<&ThreadPool>) {
-        let first = &self.experts[0];
+        let first = self.expert(0);
         let shape = (first.hidden(), first.intermediate(), first.level());
         assert!(
-            self.experts
-                .iter()
-                .all(|expert| (expert.hidden(), expert.intermediate(), expert.level()) == shape),
+            self.experts.iter().map(Borrow::borrow).all(|expert: &CpuExpert| (
+                expert.hidden(),
+                expert.intermediate(),
+                expert.level()
+            ) == shape),
             "the experts of a call must have the same shape"
         );
         let size = workspace.size;
@@ -184,7 +187,7 @@ impl Call<'_> {
     fn fix(&self, workspace: &mut Workspace, projection: Projection) {
         let Workspace { x, x_scales, h, h_scales, parts, .. } = workspace;
         for part in parts.iter().filter(|part| part.rows == 1) {
-            let expert = &self.experts[part.expert];
+            let expert = self.expert(part.expert);
             let (matrix, rows, scales) = match projection {
                 Projection::GateUp => (&expert.gate_up, &mut *x, &mut *x_scales),
                 Projection::Down => (&expert.down, &mut *h, &mut *h_scales),
@@ -198,7 +201,7 @@ impl Call<'_> {
     fn quantise(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
         let Some(scales) = self.kind.fp8_rows else { return };
         let Workspace { h, parts, sums, .. } = workspace;
-        for_each_tile(parts, padded(self.experts[0].intermediate()), h, sums, pool, |_, tile, packed| {
+        for_each_tile(parts, padded(self.expert(0).intermediate()), h, sums, pool, |_, tile, packed| {
             for r in 0..tile.rows {
                 quantise_row(packed, tile.rows, r, scales, 1.0);
             }
@@ -207,16 +210,16 @@ impl Call<'_> {
 
     fn gate_up(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
         let Workspace { x, x_scales, h, parts, sums, .. } = workspace;
-        let (level, panels) = (self.level(), self.experts[0].gate_up.panels());
-        let padded = padded(self.experts[0].intermediate());
+        let (level, panels) = (self.level(), self.expert(0).gate_up.panels());
+        let padded = padded(self.expert(0).intermediate());
         let (x, h) = (&x[..], DisjointSlice::new(h));
         let queue = WorkQueue::new(parts.len() * panels);
         run_parallel(pool, sums, |sums| {
             for (item, next) in queue.iter() {
                 let (part, panel) = (&parts[item / panels], item % panels);
-                let expert = &self.experts[part.expert];
+                let expert = self.expert(part.expert);
                 let next = next.map_or(&[][..], |next| {
-                    self.experts[parts[next / panels].expert].gate_up.panel_data(next % panels)
+                    self.expert(parts[next / panels].expert).gate_up.panel_data(next % panels)
                 });
                 let sums = &mut sums[..part.rows * level.panel_width()];
                 start_sums(sums, panel, level, &expert.gate_up_bias, None);
@@ -239,7 +242,7 @@ impl Call<'_> {
         pool: Option<&ThreadPool>,
     ) {
         let Workspace { h, h_scales, parts, sums, .. } = workspace;
-        let (level, panels) = (self.level(), self.experts[0].down.panels());
+        let (level, panels) = (self.level(), self.expert(0).down.panels());
         let width = level.panel_width();
         let h = &h[..];
         let per_item = panels_per_item(parts, panels, sums.len(), level);
@@ -256,13 +259,13 @@ impl Call<'_> {
                     }
                 }
                 for (i, part) in parts.iter().enumerate() {
-                    let expert = &self.experts[part.expert];
+                    let expert = self.expert(part.expert);
                     for panel in mine.clone() {
                         let next = if panel + 1 < mine.end {
                             expert.down.panel_data(panel + 1)
                         } else {
                             let next = parts.get(i + 1);
-                            next.map_or(&[][..], |next| self.experts[next.expert].down.panel_data(mine.start))
+                            next.map_or(&[][..], |next| self.expert(next.expert).down.panel_data(mine.start))
                         };
                         let sums = &mut sums[..part.rows * width];
                         start_sums(sums, panel, level, &expert.down_bias, self.output_weights(part));
@@ -298,8 +301,12 @@ impl Call<'_> {
         }
     }
 
+    fn expert(&self, index: usize) -> &CpuExpert {
+        self.experts[index].borrow()
+    }
+
     fn level(&self) -> SimdLevel {
-        self.experts[0].level()
+        self.expert(0).level()
     }
 
     /// The row number of an assignment.

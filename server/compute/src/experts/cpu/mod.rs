@@ -118,6 +118,48 @@ impl CpuExpert {
         Ok(CpuExpert { gate_up, down, gate_up_bias, down_bias })
     }
 
+    /// Memory for a copy of this expert or of one that is [alike](Self::is_like), which is resident.
+    #[must_use]
+    pub fn blank(&self) -> CpuExpert {
+        CpuExpert {
+            gate_up: self.gate_up.blank(),
+            down: self.down.blank(),
+            gate_up_bias: vec![0.0; self.gate_up_bias.len()],
+            down_bias: vec![0.0; self.down_bias.len()],
+        }
+    }
+
+    /// Whether the experts differ in nothing but their numbers, so that one may be copied to the memory of the other.
+    #[must_use]
+    pub fn is_like(&self, other: &CpuExpert) -> bool {
+        let form = |expert: &CpuExpert| {
+            (expert.matrices().map(PackedMatrix::form), expert.biases().map(<[f32]>::len))
+        };
+        form(self) == form(other)
+    }
+
+    /// Overwrites a [blank](Self::blank) expert or an earlier copy with another expert.
+    ///
+    /// # Panics
+    /// If it is not [alike](Self::is_like), or this expert lies in shared memory.
+    pub fn copy_from(&mut self, other: &CpuExpert) {
+        self.gate_up.copy_from(&other.gate_up);
+        self.down.copy_from(&other.down);
+        self.gate_up_bias.copy_from_slice(&other.gate_up_bias);
+        self.down_bias.copy_from_slice(&other.down_bias);
+    }
+
+    /// Overwrites the weights with bytes of 0xff and the biases with NaN, for tests.
+    ///
+    /// # Panics
+    /// If this expert lies in shared memory.
+    pub fn poison(&mut self) {
+        self.gate_up.poison();
+        self.down.poison();
+        self.gate_up_bias.fill(f32::NAN);
+        self.down_bias.fill(f32::NAN);
+    }
+
     /// The packed gate and up projections, and the packed down projection.
     pub const fn matrices(&self) -> [&PackedMatrix; 2] {
         [&self.gate_up, &self.down]

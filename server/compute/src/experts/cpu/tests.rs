@@ -301,7 +301,15 @@ fn no_experts_give_zeros() {
     let size = WorkspaceSize { hidden: 8, intermediate: 8, assignments: 1, threads: 1 };
     let mut out = [f32::NAN; 16];
     let none = Assignments { offsets: &[0], rows: &[], weights: &[] };
-    forward(kinds()[0], &[], none, &[&[1.0; 16]], &mut [&mut out], &mut Workspace::new(size), None);
+    forward::<CpuExpert>(
+        kinds()[0],
+        &[],
+        none,
+        &[&[1.0; 16]],
+        &mut [&mut out],
+        &mut Workspace::new(size),
+        None,
+    );
     assert_eq!(out, [0.0; 16]);
 }
 

@@ -77,6 +77,7 @@ impl Processes {
             tokens: done.tokens as u32,
             phases: done.phase_ns.map(Duration::from_nanos),
             computed: Duration::from_nanos(done.computed_ns()),
+            slot_version: done.completions.first().map_or(0, |completion| completion.slot_version),
             formed: launched.formed,
             done: now,
         };
@@ -127,6 +128,7 @@ impl Processes {
             for (rank, (completion, tokens)) in ranks.filter(|(_, (completion, _))| completion.sequence != 0)
             {
                 let phases = completion.phase_ns.map(Duration::from_nanos);
+                self.shared.copied_bytes.fetch_add(completion.copied_bytes, Ordering::Relaxed);
                 self.metrics.rank(
                     rank,
                     *tokens as u64,

@@ -65,6 +65,15 @@ pub(in crate::metrics_port) fn document(backend: &dyn Backend) -> Value {
                 "utilization_percent": usage.utilization_percent,
             })),
         })).collect::<Vec<_>>(),
+        "tier": status.tier.as_ref().map(|tier| json!({
+            "layers": tier.layers.iter().map(|(layer, rows)| json!({
+                "layer": layer.0,
+                "source": rows.source,
+                "copied": rows.copied,
+                "cpu": rows.cpu,
+            })).collect::<Vec<_>>(),
+            "copied_bytes": tier.copied_bytes,
+        })),
         "sessions": status.sessions.iter().map(|session| json!({
             "session": session.session,
             "user": session.user,

@@ -1,6 +1,6 @@
 //! Copies of experts of CPU ranks on this GPU, which win over their owners and change between steps.
 //!
-//! [`SlotCache`] decides which experts have copies; this module makes them and tells kernels. Kernels read one table of all steps, whose
+//! [`SlotDriver`] decides which experts have copies; this module makes them and tells kernels. Kernels read one table of all steps, whose
 //! entries change on the stream of steps, between the launches of two steps:
 //!
 //! * An entry that names a slot is written after the copy has ended ([`poll`](Slots::poll)), so every step that is launched later finds
@@ -14,14 +14,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
 
 use expertd_ipc::RowCounts;
 use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
-use expertd_tier::slots::{LayerSlots, Policy, SlotCache, SlotIndex, Upload};
+use expertd_tier::slots::{LayerSlots, SlotDriver, SlotIndex, Upload};
 use expertd_types::{ExpertId, LayerId, Sequence};
 
 use super::memory::HostExperts;
@@ -29,9 +28,6 @@ use super::repack::{HostCopies, HostCopy, Staging};
 use crate::engine::fault::CudaFault;
 use crate::engine::layers::SlotTables;
 use crate::experts::{CudaExperts, Panels, WeightSpace};
-
-/// Limits of copies, at a time for a layer and in bytes per second, because they share the bandwidth of host memory with CPU ranks.
-const POLICY: Policy = Policy { max_uploads_per_step: 4, bytes_per_second: 16_000_000_000 };
 
 /// A copy that has begun.
 struct Running {
@@ -46,13 +42,11 @@ struct SlotLayer {
     copy: Arc<HostCopy>,
     /// `[experts]`: what kernels find in the table.
     known: Vec<Option<SlotIndex>>,
-    /// `[experts]`: rows of all ranks at the last look.
-    counted: Vec<u64>,
 }
 
 /// The slots of all layers.
 pub(in crate::engine) struct Slots {
-    cache: SlotCache,
+    driver: SlotDriver,
     layers: Vec<Option<SlotLayer>>,
     // Keeps the memory that `layers` names.
     _panels: Panels,
@@ -64,8 +58,6 @@ pub(in crate::engine) struct Slots {
     staging: Staging,
     running: VecDeque<Running>,
     spare_events: Vec<Event>,
-    row_counts: RowCounts,
-    begun: Instant,
     /// Bytes of copies since the last report.
     copied_bytes: u64,
     poison: bool,
@@ -106,7 +98,6 @@ impl Slots {
                     places: copy.place(&mut space, count),
                     copy: Arc::clone(copy),
                     known: vec![None; experts],
-                    counted: total(&row_counts, copy.layer(), experts),
                 }
             });
             layers.push(layer);
@@ -117,7 +108,7 @@ impl Slots {
         let weights: Vec<LayerWeights> = weights.collect();
         let largest = copies.iter().flatten().map(|copy| copy.stride()).max().unwrap_or(0);
         Ok(Some(Slots {
-            cache: SlotCache::new(shapes, POLICY),
+            driver: SlotDriver::new(shapes, row_counts),
             layers,
             _panels: panels,
             weights: Buffer::from_slice(device, &weights)?,
@@ -126,8 +117,6 @@ impl Slots {
             staging: Staging::new(device, largest)?,
             running: VecDeque::new(),
             spare_events: Vec::new(),
-            row_counts,
-            begun: Instant::now(),
             copied_bytes: 0,
             poison,
         }))
@@ -149,17 +138,18 @@ impl Slots {
     }
 
     /// Brings the table up to date on the stream of steps, and counts the step as a reader of the layer's slots. Called before its launch.
+    /// Returns the table's version.
     pub(super) fn begin(
         &mut self,
         layer: usize,
         sequence: Sequence,
         tables: SlotTables,
         on: &Stream,
-    ) -> Result<(), CudaFault> {
+    ) -> Result<u64, CudaFault> {
         self.poll()?;
-        let Some(of_layer) = self.layers.get_mut(layer).and_then(Option::as_mut) else { return Ok(()) };
+        let Some(of_layer) = self.layers.get_mut(layer).and_then(Option::as_mut) else { return Ok(0) };
         let id = LayerId(layer as u32);
-        for (expert, (known, &slot)) in of_layer.known.iter_mut().zip(self.cache.resident(id)).enumerate() {
+        for (expert, (known, &slot)) in of_layer.known.iter_mut().zip(self.driver.resident(id)).enumerate() {
             if *known == slot {
                 continue;
             }
@@ -175,7 +165,8 @@ impl Slots {
             }
             *known = slot;
         }
-        self.cache.launched(id, sequence).map_err(|error| CudaFault::Stuck(error.to_string()))
+        self.driver.launched(id, sequence).map_err(|error| CudaFault::Stuck(error.to_string()))?;
+        Ok(self.driver.version(id))
     }
 
     /// A step has completed: its use of experts counts unless all of them came to this GPU, and copies begin. Returns the bytes of copies
@@ -187,22 +178,14 @@ impl Slots {
         counts: bool,
         host: &HostExperts,
     ) -> Result<u64, CudaFault> {
-        self.cache.ended(sequence);
+        self.driver.ended(sequence);
         self.poll()?;
-        let Some(of_layer) = self.layers.get_mut(layer).and_then(Option::as_mut) else { return Ok(0) };
+        let Some(of_layer) = self.layers.get(layer).and_then(Option::as_ref) else { return Ok(0) };
         let id = LayerId(layer as u32);
-        let now = total(&self.row_counts, layer, of_layer.counted.len());
-        if counts {
-            let rows = now.iter().zip(&of_layer.counted);
-            let rows: Vec<u32> = rows
-                .map(|(now, before)| u32::try_from(now.saturating_sub(*before)).unwrap_or(u32::MAX))
-                .collect();
-            self.cache.observe(id, &rows);
-        }
-        of_layer.counted = now;
+        self.driver.observe(id, counts);
         // Before its experts are pinned, a layer has no copies.
         if of_layer.copy.is_pinned(host) {
-            for upload in self.cache.propose(id, self.begun.elapsed()).to_vec() {
+            for upload in self.driver.propose(id) {
                 self.upload(upload, host)?;
             }
         }
@@ -218,7 +201,7 @@ impl Slots {
                 format!("expert {} of layer {} has no memory to copy from", upload.expert, upload.layer);
             return Err(CudaFault::Stuck(problem));
         };
-        // SAFETY: no step that is in flight reads the slot, and none will before the copy is reported (`SlotCache`). Staging is used by this
+        // SAFETY: no step that is in flight reads the slot, and none will before the copy is reported (`SlotDriver`). Staging is used by this
         // stream only, one copy after another.
         unsafe {
             if self.poison {
@@ -243,7 +226,7 @@ impl Slots {
             }
             let Some(Running { upload, ended }) = self.running.pop_front() else { break };
             self.spare_events.push(ended);
-            self.cache.loaded(upload).map_err(|error| CudaFault::Stuck(error.to_string()))?;
+            self.driver.loaded(upload).map_err(|error| CudaFault::Stuck(error.to_string()))?;
         }
         Ok(())
     }
@@ -266,13 +249,4 @@ pub(super) fn count(copies: &HostCopies, bytes: u64, room: usize) -> usize {
     }
     let fit = bytes.checked_div(of_all).unwrap_or(0);
     usize::try_from(fit).unwrap_or(usize::MAX).min(most).min(room)
-}
-
-/// `[experts]`: rows of a layer's experts, all ranks together.
-fn total(counts: &RowCounts, layer: usize, experts: usize) -> Vec<u64> {
-    let mut sums = vec![0; experts];
-    for rank in counts.layer(layer, experts) {
-        sums.iter_mut().zip(rank).for_each(|(sum, rows)| *sum += rows);
-    }
-    sums
 }

@@ -102,10 +102,22 @@ impl Machine {
     pub fn run(&mut self, seen: &mut Seen) -> Result<(), String> {
         let layers: Vec<_> = self.layers.iter().map(|l| (l.experts, l.on_cpus.len(), l.slots)).collect();
         self.note(&format!("experts, on CPUs, slots {layers:?}; {:?}", self.policy));
+        self.seed();
         for _ in 0..EVENTS {
             self.event(seen)?;
         }
         self.end(seen)
+    }
+
+    /// Half of the schedules begin with what is known of the use of experts.
+    fn seed(&mut self) {
+        for layer in 0..self.layers.len() {
+            if self.random.chance(50) {
+                let rows: Vec<u64> = self.draw_rows(layer).into_iter().map(u64::from).collect();
+                self.note(&format!("rows known of layer {}: {rows:?}", self.layers[layer].layer));
+                self.cache.seed(self.layers[layer].layer, &rows);
+            }
+        }
     }
 
     fn event(&mut self, seen: &mut Seen) -> Result<(), String> {
