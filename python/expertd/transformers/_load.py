@@ -26,7 +26,7 @@ from .._content import check_content
 from .._engines.settings import Settings
 from .._errors import UnsupportedError
 from .._torch import Remote
-from ._check import check_layer, check_model
+from ._check import check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
 
 if TYPE_CHECKING:
@@ -163,9 +163,7 @@ def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: 
             f"{type(model).__name__} has no MoE block with a module `experts`; load it outside of remote_experts"
         )
     layers = {name: int(_LAYER.search(name)[1]) for name in blocks}  # type: ignore[index]
-    check_model(model, remote.model, set(layers.values()))
-    for name, block in blocks.items():
-        check_layer(name, block, remote.layer(layers[name]))
+    check_model(model, layers, remote.model)
     folder = model.config.name_or_path
     if check_weights and folder and os.path.isdir(folder):
         check_content(folder, remote.model)
