@@ -137,6 +137,11 @@ def _named(model: PreTrainedModel) -> tuple[Remote, Mode, bool] | None:
             'experts_implementation="expertd" needs the address of a service: set EXPERTD_ADDRESS, or load the model inside of '
             "expertd.transformers.remote_experts"
         )
+    if settings.service_gate:
+        raise UnsupportedError(
+            'EXPERTD_GATE=service is supported with vLLM only; unset it, or load the model inside of remote_experts(…, mode="block"), which '
+            "leaves gates and shared experts to the service"
+        )
     _refuse_other_versions()
     remote = Remote(settings.address, settings.credentials, settings.session, follows=settings.follow_weights)
     return remote, "experts", settings.check_weights

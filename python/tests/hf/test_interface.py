@@ -40,6 +40,10 @@ def test_a_name_of_transformers_stands_for_the_service_at_expertd_address(served
     with pytest.raises(expertd.UnsupportedError, match="set EXPERTD_ADDRESS"):
         load(folder, experts_implementation="expertd")
     monkeypatch.setenv("EXPERTD_ADDRESS", way(service, session))
+    monkeypatch.setenv("EXPERTD_GATE", "service")
+    with pytest.raises(expertd.UnsupportedError, match="EXPERTD_GATE=service is supported with vLLM only.*mode=\"block\""):
+        load(folder, experts_implementation="expertd")
+    monkeypatch.delenv("EXPERTD_GATE")
     monkeypatch.setenv("EXPERTD_SESSION", session or "")
     remote = load(folder, dtype=torch.float32, experts_implementation="expertd")
     assert not expert_parameters(remote)
