@@ -157,13 +157,20 @@ class Remote:
             out[spoiled] = float("nan")
         return out.view(rows.shape).to(rows.device)
 
-    def routed(self, layer: int, rows: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None) -> Tensor:
-        """The routed experts of one layer of an engine. The engine has chosen and weighed them, with ids of −1 for no expert, or leaves that
-        to the service's gate (None)."""
+    def routed(
+        self,
+        layer: int,
+        rows: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        shared_experts: bool = False,
+    ) -> Tensor:
+        """The experts of one layer of an engine. The engine has chosen and weighed the routed ones, with ids of −1 for no expert, or leaves
+        that to the service's gate (None)."""
         # The service requires token ids for layers that route by token id, but does not use them when the request has routing.
         by_token_id = topk_ids is not None and self.layer(layer).routes_by_token_id
         token_ids = torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device) if by_token_id else None
-        return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts=False)
+        return self.forward(layer, rows, topk_ids, topk_weights, token_ids, shared_experts)
 
     def call(
         self,

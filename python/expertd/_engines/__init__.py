@@ -1,1 +1,1 @@
-"""What the plugins of inference engines share: settings, versions, checks of models and layers, and connections."""
+"""What inference engines and transformers share: settings, versions, checks of models and layers, and connections."""

@@ -51,7 +51,7 @@ def check_layer(
 ) -> MoeLayer:
     """Compares one layer with the service's, which is returned.
 
-    `dimensions` has the engine's values of `num_experts`, `top_k`, `expert_width` and `hidden size`.
+    `dimensions` has the engine's values of `num_experts`, `top_k`, `expert_width` and `hidden size`, as far as it knows them.
     """
     theirs = next((layer for layer in served.moe_layers if layer.layer == number), None)
     if theirs is None:
@@ -74,11 +74,11 @@ def check_layer(
     return theirs
 
 
-def check_layers(engine: str, layers: set[int], served: Model) -> None:
-    """Compares the numbers of all MoE layers, once the engine has built its model."""
+def check_layers(engine: str, layers: set[int], served: Model, otherwise: str = "unset EXPERTD_ADDRESS") -> None:
+    """Compares the numbers of all MoE layers, once the engine has built its model. `otherwise` tells how to go on without the service."""
     theirs = {layer.layer for layer in served.moe_layers}
     if layers != theirs:
         raise ModelMismatchError(
             f"the service has MoE layers {sorted(theirs)}, and {engine}'s model has {sorted(layers)} whose experts can be remote; "
-            "connect to a service that holds the same checkpoint, or unset EXPERTD_ADDRESS"
+            f"connect to a service that holds the same checkpoint, or {otherwise}"
         )

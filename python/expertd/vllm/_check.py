@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from .._engines import check
-from .._errors import UnsupportedError
+from .._errors import ModelMismatchError, UnsupportedError
 
 if TYPE_CHECKING:
     from .._native import Model, MoeLayer
@@ -94,6 +94,49 @@ def check_model(model_config: Any, served: Model) -> None:
     """Compares family and hidden size. `model_config` is a ModelConfig."""
     families = {model_config.hf_config.model_type, model_config.hf_text_config.model_type}
     check.check_model("vLLM", families, model_config.get_hidden_size(), served)
+
+
+def check_afd(afd: Any, config: Any) -> None:
+    """Refuses what the connector of the AFD plugin cannot do. `afd` is an AFDConfig, `config` a VllmConfig."""
+    model = config.model_config.hf_text_config
+    all_are_moe = not getattr(model, "first_k_dense_replace", 0) and getattr(model, "moe_layer_freq", 1) == 1
+    check.refuse(
+        {
+            'role "ffn" with this connector': (afd.role != "attention", "has nothing to compute, because the service computes experts"),
+            "tensor parallelism (tensor_parallel_size)": (
+                config.parallel_config.tensor_parallel_size > 1,
+                "is not supported with this connector, because each rank would call the service with the same rows",
+            ),
+            "dtype float16": (
+                str(config.model_config.dtype) == "torch.float16",
+                "is not supported with this connector, because vLLM scales its rows between layers",
+            ),
+        }
+    )
+    if not (afd.compute_gate_on_attention or all_are_moe):
+        raise UnsupportedError(
+            "with compute_gate_on_attention=false the plugin sends rows of dense layers, too, and the service holds MoE layers only; set it to true"
+        )
+
+
+def check_afd_model(config: Any, served: Model) -> None:
+    """Compares layers and gates of a model with MoE blocks of DeepSeek. `config` is the model's."""
+    dimensions = {
+        "num_experts": config.n_routed_experts,
+        "top_k": config.num_experts_per_tok,
+        "expert_width": config.moe_intermediate_size,
+        "hidden size": config.hidden_size,
+    }
+    for layer in served.moe_layers:
+        check.check_layer("vLLM", f"layer {layer.layer}", layer.layer, dimensions, 0, served)
+        gate = json.loads(layer.gate_json)
+        mine = (getattr(config, "scoring_func", None) or "softmax", bool(config.norm_topk_prob), (getattr(config, "n_group", None) or 1) > 1)
+        theirs = (gate["scores"]["kind"], gate["normalise"]["kind"] != "no", gate["groups"] is not None)
+        if mine != theirs:
+            raise ModelMismatchError(
+                f"vLLM's gates have scores, renormalised weights and groups {mine}, and layer {layer.layer} of the service has {theirs} "
+                f"({layer.gate}), so that they would choose other experts; unset EXPERTD_ADDRESS"
+            )
 
 
 def check_layer(prefix: str, moe_config: Any, fused_shared_experts: int, served: Model) -> MoeLayer:

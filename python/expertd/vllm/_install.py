@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import vllm
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
@@ -19,6 +20,9 @@ from .._content import check_content
 from .._engines.check import check_layers, is_expert_tensor
 from .._engines.connection import connect, number_of
 from .._engines.settings import Settings
+from .._engines.versions import refuse_other_versions
+from . import TRIED
+from ._afd import remote_layers
 from ._check import check_engine, check_gate, check_layer, check_model
 from ._guard import guard_outputs
 from ._method import RemoteExpertsMethod, RemoteGateMethod
@@ -43,6 +47,8 @@ def _method(original: Any) -> Any:
         settings = Settings.from_environment()
         if settings is None:
             return original(self, prefix, quant_config, moe_config)
+        # Other versions got here with the AFD plugin, whose models have no such layers.
+        refuse_other_versions("vLLM", vllm.__version__, TRIED, settings.any_version)
         config = get_current_vllm_config()
         check_engine(config, current_platform.is_cpu(), settings.session)
         number, remote = connect(settings, guard_outputs)
@@ -80,7 +86,7 @@ def _without_experts(original: Any) -> Any:
         if settings is None:
             return weights
         methods = [m.quant_method for m in model.modules() if isinstance(m, RoutedExperts)]
-        layers = {method.layer for method in methods if isinstance(method, RemoteExpertsMethod)}
+        layers = {method.layer for method in methods if isinstance(method, RemoteExpertsMethod)} | remote_layers(model)
         _, remote = connect(settings, guard_outputs)
         check_layers("vLLM", layers, remote.model)
         if settings.check_weights and os.path.isdir(model_config.model):

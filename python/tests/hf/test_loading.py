@@ -32,7 +32,7 @@ def test_outside_of_the_block_models_are_local(served):
 def test_another_model_is_refused(served, tmp_path):
     folder, service = served("mixtral")
     cases = {
-        "olmoe": (dict(), "mixtral model"),
+        "olmoe": (dict(), "family mixtral, and this process's of olmoe"),
         "mixtral": (dict(num_hidden_layers=3), r"MoE layers \[0, 1\]"),
     }
     for family, (overrides, words) in cases.items():

@@ -23,7 +23,7 @@ def expert_bytes(model):
 def methods(model):
     """Which method holds and applies the weights of attention, and of routed experts, in the first layer that has them."""
     named = {name: type(module.quant_method).__name__ for name, module in model.named_modules() if hasattr(module, "quant_method")}
-    return {kind: next(method for name, method in named.items() if kind in name) for kind in ("qkv_proj", "routed_experts")}
+    return {kind: next((method for name, method in named.items() if kind in name), None) for kind in ("qkv_proj", "routed_experts")}
 
 
 def logprobs(output):

@@ -25,11 +25,20 @@ FAMILIES = {
     "granitemoe": dict(num_local_experts=8, num_experts_per_tok=4, intermediate_size=64),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=4, intermediate_size=64, sliding_window=64),
 }
+# Families of vLLM's AFD plugin. Their first layer is dense.
+LATENT = dict(qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, kv_lora_rank=32, q_lora_rank=None, num_key_value_heads=4, head_dim=16)
+AFD_FAMILIES = {
+    "deepseek_v2": dict(**DEEP, **LATENT, topk_method="greedy", norm_topk_prob=False),
+    "deepseek_v3": dict(
+        **DEEP | dict(n_group=2, routed_scaling_factor=1.5), **LATENT | dict(q_lora_rank=32), norm_topk_prob=True, topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
+}
 
 
 def make_checkpoint(family, folder):
     """Writes a random model in float32. Weights are large enough that its layers differ from the identity."""
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **{**FAMILIES, **AFD_FAMILIES}[family]})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
