@@ -85,7 +85,8 @@ pub struct Memory {
     pub pid: u32,
     /// The first words of its command line.
     pub command: String,
-    /// Mean of the minute before the last one, or of the second third of a load that is shorter than three minutes.
+    /// Mean of the minute before the last one, or of the second third of a load that is shorter than three minutes. Without samples from
+    /// then, the sample before.
     pub early: MemorySample,
     /// Mean of the last minute or third.
     pub last: MemorySample,
@@ -115,36 +116,30 @@ impl Memory {
     fn new(pid: u32, command: String, samples: &[MemorySample]) -> Option<Memory> {
         let end = samples.last()?.seconds;
         let window = (end / 3.0).min(60.0);
-        let mean = |from: f64| {
-            let within = |sample: &&MemorySample| (from..=from + window).contains(&sample.seconds);
-            let samples: Vec<_> = samples.iter().filter(within).collect();
+        let (last_from, early_from) = (end - window, end - 2.0 * window);
+        let mean = |seconds: f64, is_within: &dyn Fn(f64) -> bool| {
+            let samples: Vec<_> = samples.iter().filter(|sample| is_within(sample.seconds)).collect();
             let mean = |bytes: fn(&MemorySample) -> u64| {
                 let sum: u64 = samples.iter().map(|sample| bytes(sample)).sum();
                 sum.checked_div(samples.len() as u64)
             };
             let (bytes, shared_bytes) = (mean(|sample| sample.bytes)?, mean(|sample| sample.shared_bytes)?);
-            Some(MemorySample { seconds: from, bytes, shared_bytes })
+            Some(MemorySample { seconds, bytes, shared_bytes })
         };
-        let last = mean(end - window)?;
-        // A process that started late has no earlier samples.
-        let early = mean(end - 2.0 * window).unwrap_or(last);
+        let last = mean(last_from, &|at| at >= last_from)?;
+        // On a busy machine samples come late, and none may be within the window. A process that started late has no earlier one.
+        let before = || samples.iter().rfind(|sample| sample.seconds < last_from).copied();
+        let early = mean(early_from, &|at| (early_from..=last_from).contains(&at));
+        let early = early.or_else(before).unwrap_or(last);
         let peak_bytes = samples.iter().map(|sample| sample.bytes).max()?;
         Some(Memory { pid, command, early, last, peak_bytes })
     }
 }
 
-/// Samples a process and its descendants once a second until it is aborted or `stop` fires. The process itself comes first.
+/// Samples a process and its descendants now, once a second until `stop` fires, and then once more. The process itself comes first.
 pub async fn watch(pid: u32, start: Instant, mut stop: tokio::sync::oneshot::Receiver<()>) -> Vec<Memory> {
     let mut seen: Vec<(u32, String, Vec<MemorySample>)> = Vec::new();
-    let mut tick = tokio::time::interval(Duration::from_secs(1));
-    loop {
-        tokio::select! {
-            _ = tick.tick() => {}
-            _ = &mut stop => {
-                let seen = seen.into_iter();
-                return seen.filter_map(|(pid, command, samples)| Memory::new(pid, command, &samples)).collect();
-            }
-        }
+    let mut sample = || {
         let seconds = start.elapsed().as_secs_f64();
         for pid in family(pid) {
             let Some((private, shared_bytes)) = resident_bytes(pid) else { continue };
@@ -154,7 +149,14 @@ pub async fn watch(pid: u32, start: Instant, mut stop: tokio::sync::oneshot::Rec
                 None => seen.push((pid, command(pid), vec![sample])),
             }
         }
+    };
+    sample();
+    while tokio::time::timeout(Duration::from_secs(1), &mut stop).await.is_err() {
+        sample();
     }
+    sample();
+    let seen = seen.into_iter();
+    seen.filter_map(|(pid, command, samples)| Memory::new(pid, command, &samples)).collect()
 }
 
 /// The process `pid` and its descendants.
@@ -225,6 +227,30 @@ mod tests {
         assert_eq!(means(300), ((180.0, 310), (240.0, 370)));
         assert_eq!(means(60), ((20.0, 130), (40.0, 150)));
         assert!(Memory::new(1, String::new(), &[]).is_none());
+    }
+
+    #[test]
+    fn growth_is_seen_although_samples_come_late() {
+        let growth = |samples: &[(f64, u64)]| {
+            let sample = |&(seconds, bytes): &(f64, u64)| MemorySample { seconds, bytes, shared_bytes: 0 };
+            let samples: Vec<_> = samples.iter().map(sample).collect();
+            Memory::new(1, String::new(), &samples).unwrap().growth()
+        };
+        assert_eq!(growth(&[(0.0, 100), (1.4, 190), (2.0, 210)]), 1.0);
+        assert_eq!(growth(&[(0.0, 100), (0.1, 200), (2.0, 300)]), 0.5);
+        assert_eq!(growth(&[(2.0, 300)]), 0.0);
+        // No end of a load is lost to rounding.
+        for thousandths in 1..3000 {
+            assert_eq!(growth(&[(0.0, 100), (f64::from(thousandths) / 1000.0, 300)]), 2.0);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_load_that_ends_at_once_has_samples() {
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        drop(stop);
+        let seen = watch(std::process::id(), Instant::now(), stopped).await;
+        assert!(seen.first().is_some_and(|own| own.pid == std::process::id() && own.peak_bytes > 100_000));
     }
 
     #[test]

@@ -115,7 +115,7 @@ async fn wrong_answers_are_found() {
 async fn unanswered_requests_are_lost_and_counted_once() {
     for mode in [UNARY, STREAM] {
         let address = fake::serve(Fault::Silent(100)).await;
-        let report = load(&address, &[mode, &["--give-up", "0.5", "--check", "0"]].concat()).await;
+        let report = load(&address, &[mode, &["--give-up", "3", "--check", "0"]].concat()).await;
         assert_eq!((report.lost, report.requests), (6, 594), "{mode:?}");
         assert!(!report.ok);
     }

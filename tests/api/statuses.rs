@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
 use crate::backend::{self, Fake, limits};
-use crate::harness::{Service, request, rows_of};
+use crate::harness::{Service, eventually, request, rows_of};
 
 const HIDDEN: usize = 12;
 const TOKENS: usize = 3;
@@ -196,19 +196,18 @@ async fn the_service_answers_the_deadline_before_the_transport() {
     let held = with(|r| r.layer = backend::HOLD);
     for timeout in [60, 400] {
         let timeout = Duration::from_millis(timeout);
-        let mut seen = Vec::new();
-        // The client's transport has its own timer, which is set a few milliseconds later. On a busy machine it may fire first.
-        let ours = loop {
+        // The client's transport has its own timer, which is set a few milliseconds later. On a busy machine it may fire first, also
+        // several times.
+        let begun = std::time::Instant::now();
+        loop {
             let status = client.forward(held.clone(), Some(timeout)).await.unwrap_err();
             assert_eq!(status.code(), Code::DeadlineExceeded);
             let details = status.get_error_details();
-            let ours = details.error_info().is_some_and(|info| info.reason == "DEADLINE_EXCEEDED");
-            seen.push(status);
-            if ours || seen.len() == 5 {
-                break ours;
+            if details.error_info().is_some_and(|info| info.reason == "DEADLINE_EXCEEDED") {
+                break;
             }
-        };
-        assert!(ours, "{seen:#?}");
+            assert!(begun.elapsed() < Duration::from_secs(60), "{status:#?}");
+        }
     }
     // On a stream each request has its own deadline.
     let (sender, mut receiver) = client.stream(4).await.unwrap();
@@ -216,7 +215,7 @@ async fn the_service_answers_the_deadline_before_the_transport() {
     sender.send(2, held.clone(), None).await.unwrap();
     let (id, result) = receiver.next().await.unwrap().unwrap();
     assert_eq!((id, result.unwrap_err().code()), (1, Code::DeadlineExceeded));
-    assert_eq!(fake.wanted(), 1, "requests whose deadline has passed must be cancelled");
+    eventually("requests whose deadline has passed are cancelled", || fake.wanted() == 1).await;
     fake.release();
     assert_eq!(receiver.next().await.unwrap().unwrap().0, 2);
 

@@ -26,10 +26,11 @@ use crate::harness::{
 const HIDDEN: usize = 1024;
 const MAX_TOKENS: usize = 256;
 
+/// Short, but long enough for honest messages on a busy machine.
 fn impatient() -> ConnectionTimeouts {
     ConnectionTimeouts {
-        silent: Duration::from_millis(300),
-        stalled: Duration::from_millis(600),
+        silent: Duration::from_secs(2),
+        stalled: Duration::from_secs(4),
         min_bytes_per_second: 64 << 20,
         ..ConnectionTimeouts::default()
     }
@@ -201,7 +202,7 @@ async fn slow_readers_hold_bounded_memory_and_are_disconnected() {
     assert!(refused >= 36, "only {refused} of 40 calls were refused");
     // The connection is closed although nothing is read, and what it held is released.
     assert!(!unread.is_empty());
-    tokio::time::sleep(Duration::from_millis(1500)).await;
+    tokio::time::sleep(2 * impatient().stalled).await;
     for response in unread {
         let body = tokio::time::timeout(Duration::from_secs(10), response.into_body().collect()).await;
         assert!(body.expect("the connection must be closed").is_err());
@@ -239,7 +240,7 @@ async fn slow_writers_hold_bounded_memory_and_are_disconnected() {
     }
     for call in calls {
         let ended =
-            tokio::time::timeout(Duration::from_secs(10), call).await.expect("stalled calls must be ended");
+            tokio::time::timeout(Duration::from_secs(60), call).await.expect("stalled calls must be ended");
         if let Ok(response) = ended.unwrap() {
             let status = tonic::Status::from_header_map(response.headers()).unwrap();
             assert_ne!(status.code(), Code::Ok);
@@ -280,12 +281,11 @@ async fn silent_connections_and_those_above_the_limit_are_closed() {
     for _ in 0..3 {
         silent.push(TcpStream::connect(&service.tcp).await.unwrap());
     }
-    tokio::time::sleep(Duration::from_millis(50)).await;
     let mut above = TcpStream::connect(&service.tcp).await.unwrap();
-    let read = tokio::time::timeout(Duration::from_secs(5), above.read(&mut [0; 16])).await;
+    let read = tokio::time::timeout(Duration::from_secs(60), above.read(&mut [0; 16])).await;
     assert!(matches!(read.expect("the connection must be closed at once"), Ok(0) | Err(_)));
     for mut socket in silent {
-        let read = tokio::time::timeout(Duration::from_secs(5), socket.read_to_end(&mut Vec::new())).await;
+        let read = tokio::time::timeout(Duration::from_secs(60), socket.read_to_end(&mut Vec::new())).await;
         read.expect("silent connections must be closed").ok();
     }
     // Closed connections no longer count towards the limit.

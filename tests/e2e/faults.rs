@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::service::load::{Call, Load};
 use crate::service::{Service, alive, eventually, golden, send};
+use expertd_proto::v1::GetStatusRequest;
+use expertd_proto::v1::admin_client::AdminClient;
 use rustix::process::Signal;
 use tonic::Code;
 
@@ -32,6 +34,24 @@ async fn serving_again(service: &Service, since: Instant) {
         }
         assert!(since.elapsed() < SERVING_RESUMES, "serving did not resume within {SERVING_RESUMES:?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Stops a rank under load, and waits until the router's steps wait for it.
+async fn hold_steps(service: &Service) -> u32 {
+    let rank = service.ranks()[0];
+    send(rank, Signal::STOP);
+    let channel = expertd_client::transport::connect(&service.admin).await.unwrap();
+    let mut admin = AdminClient::new(channel);
+    let (begun, mut before) = (Instant::now(), None);
+    loop {
+        let status = admin.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+        if status.requests_in_flight > 0 && before == Some(status.steps_total) {
+            return rank;
+        }
+        before = Some(status.steps_total);
+        assert!(begun.elapsed() < SERVING_RESUMES, "{status:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
@@ -210,8 +230,11 @@ async fn a_signal_drains_the_service() {
         let mut service = Service::start(FAMILY, RANKS, &[]);
         let load = warm(&service).await;
         let ranks = service.ranks();
+        // Without them the router might see the signal before any call that is on its way.
+        let held = hold_steps(&service).await;
         let asked = Instant::now();
         service.signal(signal);
+        send(held, Signal::CONT);
         let status = service.wait(Duration::from_secs(20)).expect("a drained service must exit");
         assert_eq!(status.code(), Some(0), "{signal:?}");
         assert!(!ranks.iter().any(|&pid| alive(pid)), "all ranks must end with the service");
@@ -221,7 +244,10 @@ async fn a_signal_drains_the_service() {
                 assert_eq!(*code, Code::Unavailable, "{message}");
             }
         }
-        assert!(calls.iter().any(|call| call.in_flight_at(asked) && call.result.is_ok()));
+        assert!(
+            calls.iter().any(|call| call.in_flight_at(asked) && call.result.is_ok()),
+            "{signal:?}: calls in flight are answered"
+        );
     }
 }
 

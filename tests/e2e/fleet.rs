@@ -19,9 +19,11 @@ const DEADLINE: Duration = Duration::from_secs(5);
 /// Far more time than a service needs to be ready, or a client to see it.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An address that nothing listens on at the moment; a service that restarts keeps it.
+/// An address that nothing listens on at the moment; a service that restarts keeps it. Other tests use 127.0.0.1, so that none takes the
+/// port meanwhile.
 fn free_address() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+    let own = std::net::Ipv4Addr::new(127, rand::random_range(1..=254), rand::random(), rand::random());
+    std::net::TcpListener::bind((own, 0)).unwrap().local_addr().unwrap().to_string()
 }
 
 fn start(index: usize, address: &str) -> Service {

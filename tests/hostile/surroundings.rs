@@ -8,11 +8,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use expertd_proto::v1::{DType, ForwardRequest};
+use expertd_proto::v1::admin_client::AdminClient;
+use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::net::TcpStream;
 
 use crate::attack::{greet, honest, honest_client};
+use crate::load::PATIENCE;
 use crate::service::{Service, eventually, fixture, ranks_of, send, serve_command, serve_to_the_end};
 
 /// Starts a service that logs a lot to the given standard error. Returns the service and its public address.
@@ -78,7 +80,12 @@ async fn a_second_signal_ends_a_drain() {
     let rows = Bytes::from(vec![0; model.hidden as usize * 4]);
     let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
     let call = tokio::spawn(async move { client.forward(request, None).await });
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    let mut admin = AdminClient::new(expertd_client::transport::connect(&service.admin).await.unwrap());
+    let begun = std::time::Instant::now();
+    while admin.get_status(GetStatusRequest {}).await.unwrap().into_inner().requests_in_flight == 0 {
+        assert!(begun.elapsed() < PATIENCE, "the call is in no step");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     // A terminal that is closed may send several SIGHUPs.
     for signal in [Signal::TERM, Signal::HUP, Signal::HUP] {
         service.signal(signal);

@@ -48,10 +48,10 @@ fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end()
     }
     let killed = Instant::now();
     send(held[0], Signal::KILL);
-    eventually(Duration::from_secs(2), "the service is not ready while its ranks are not reaped", || {
+    // The router waits for the end of its ranks for 10 s.
+    eventually(PATIENCE, "the service is not ready while its ranks are not reaped", || {
         !is_ready(&service.metrics)
     });
-    assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(load.goes_on(), "the next generation serves");
     println!("calls were answered {:?} after the kill", killed.elapsed());
     assert!(held.iter().all(|&rank| is_zombie(rank)), "the first generation has ended and was not reaped");
@@ -89,6 +89,7 @@ fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
     // A rank of so small a checkpoint may be ready before it is held.
     for _ in 0..50 {
         let before = service.ranks();
+        let killed = Instant::now();
         send(before[0], Signal::KILL);
         // From its second thread on it shows life, whatever the first one does.
         let held = loop {
@@ -104,9 +105,11 @@ fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
             }
             seized => seized.and_then(|()| ptrace::interrupt(held as i32)).unwrap(),
         }
-        let begun = Instant::now();
-        std::thread::sleep(Duration::from_millis(300));
-        if is_ready(&service.metrics) {
+        eventually(limit + PATIENCE, "this generation serves, or it ends and the next one serves", || {
+            ptrace::reap(held as i32);
+            is_ready(&service.metrics)
+        });
+        if service.ranks().contains(&held) {
             // Too late: it serves, and ends as a rank that does not complete its step or is killed.
             send(held, Signal::KILL);
             eventually(PATIENCE, "the held rank is gone", || {
@@ -116,12 +119,8 @@ fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
             assert!(load.goes_on());
             continue;
         }
-        eventually(limit + PATIENCE, "its generation ends, and the next one serves", || {
-            ptrace::reap(held as i32);
-            is_ready(&service.metrics)
-        });
-        println!("served again after {:?}", begun.elapsed());
-        assert!(begun.elapsed() >= limit - Duration::from_millis(500), "{:?}", begun.elapsed());
+        println!("served again after {:?}", killed.elapsed());
+        assert!(killed.elapsed() >= limit, "{:?}", killed.elapsed());
         assert!(load.goes_on() && load.take_failed().is_empty(), "no call fails");
         return;
     }
@@ -165,7 +164,8 @@ fn a_loader_that_cannot_be_reaped_holds_up_no_call() {
             longest = longest.max(call.elapsed());
         }
         println!("the reload ended with {status}; eight calls took {longest:?} at most");
-        assert!(longest < Duration::from_secs(2), "{longest:?}");
+        // Half of the time that the router waits for the end of a killed process.
+        assert!(longest < Duration::from_secs(5), "{longest:?}");
         assert_eq!(load.take_failed(), Vec::<String>::new());
         let was_held = is_zombie(loader);
         ptrace::reap(loader as i32);

@@ -11,9 +11,9 @@ import expertd
 HERE = pathlib.Path(__file__).parent
 
 
-def serve(folder, ranks=2):
+def serve(folder, ranks=2, **settings):
     """A service whose requests are smaller than what an engine sends at once, so that it has to split."""
-    return expertd.serve(folder, ranks=ranks, max_tokens_per_step=64, max_tokens_per_request=40)
+    return expertd.serve(folder, ranks=ranks, max_tokens_per_step=64, max_tokens_per_request=40, **settings)
 
 
 def run(jobs, folder, in_process=True, **environment):

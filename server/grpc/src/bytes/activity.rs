@@ -1,7 +1,8 @@
 //! The progress of one connection, and the time limits that end it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
 /// Time limits of a connection; the service ends connections that exceed them.
@@ -109,10 +110,12 @@ impl Activity {
 
     /// Counts `bytes` of an answer until the guard is dropped.
     pub(crate) fn leaving(self: &Arc<Self>, bytes: usize) -> LeavingBytes {
-        if self.leaving.fetch_add(1, Relaxed) == 0 {
+        // Before it is counted: a verdict in between would take the time since an earlier answer for a stall of this one.
+        if self.leaving.load(Relaxed) == 0 {
             self.progress_at.store(self.now(), Relaxed);
         }
         self.leaving_bytes.fetch_add(bytes, Relaxed);
+        self.leaving.fetch_add(1, Release);
         LeavingBytes { activity: Arc::clone(self), bytes }
     }
 
@@ -123,7 +126,17 @@ impl Activity {
         must_authenticate: bool,
         max_age: Duration,
     ) -> Verdict {
-        let age = self.opened.elapsed();
+        self.verdict_at(self.opened.elapsed(), timeouts, must_authenticate, max_age)
+    }
+
+    /// The same at an age of the connection.
+    fn verdict_at(
+        &self,
+        age: Duration,
+        timeouts: &ConnectionTimeouts,
+        must_authenticate: bool,
+        max_age: Duration,
+    ) -> Verdict {
         let since = |at: &AtomicU64| age.saturating_sub(Duration::from_millis(at.load(Relaxed)));
         if age > timeouts.silent {
             if !self.called.load(Relaxed) {
@@ -133,9 +146,11 @@ impl Activity {
                 return Verdict::End("unauthenticated");
             }
         }
-        let transfer = timeouts.transfer(self.leaving_bytes.load(Relaxed));
-        if self.leaving.load(Relaxed) > 0 && since(&self.progress_at) > transfer {
-            return Verdict::End("stalled_answer");
+        if self.leaving.load(Acquire) > 0 {
+            let transfer = timeouts.transfer(self.leaving_bytes.load(Relaxed));
+            if since(&self.progress_at) > transfer {
+                return Verdict::End("stalled_answer");
+            }
         }
         let quiet = since(&self.active_at);
         if self.busy.load(Relaxed) == 0 && quiet > timeouts.idle {
@@ -175,53 +190,80 @@ impl Drop for LeavingBytes {
 mod tests {
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(3600);
-
-    fn pause(milliseconds: u64) {
-        std::thread::sleep(Duration::from_millis(milliseconds));
-    }
+    /// Far more time than a test takes.
+    const HOUR: Duration = Duration::from_secs(3600);
+    const NEVER: Duration = Duration::from_secs(3600 * 1000);
 
     #[test]
     fn a_quiet_connection_is_closed_and_then_ended() {
-        let timeouts = ConnectionTimeouts {
-            idle: Duration::from_millis(20),
-            silent: Duration::from_millis(200),
-            ..ConnectionTimeouts::default()
-        };
+        let timeouts =
+            ConnectionTimeouts { idle: 2 * HOUR, silent: 20 * HOUR, ..ConnectionTimeouts::default() };
         let activity = Activity::new();
+        let at = |age: Duration, must_authenticate: bool| {
+            activity.verdict_at(age, &timeouts, must_authenticate, NEVER)
+        };
         activity.call();
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::Keep);
+        assert_eq!(at(HOUR, false), Verdict::Keep);
         let busy = activity.busy();
-        pause(40);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::Keep);
-        assert_eq!(activity.verdict(&timeouts, false, Duration::ZERO), Verdict::Close("age"));
+        assert_eq!(at(4 * HOUR, false), Verdict::Keep);
+        assert_eq!(activity.verdict_at(HOUR, &timeouts, false, Duration::ZERO), Verdict::Close("age"));
         drop(busy);
-        pause(40);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::Close("idle"));
-        pause(220);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::End("idle"));
-        assert_eq!(activity.verdict(&timeouts, true, LONG), Verdict::End("unauthenticated"));
+        assert_eq!(at(HOUR, false), Verdict::Keep);
+        assert_eq!(at(4 * HOUR, false), Verdict::Close("idle"));
+        assert_eq!(at(24 * HOUR, false), Verdict::End("idle"));
+        assert_eq!(at(24 * HOUR, true), Verdict::End("unauthenticated"));
         activity.authenticate();
-        activity.call();
-        assert_eq!(activity.verdict(&timeouts, true, LONG), Verdict::Keep);
+        assert_eq!(at(24 * HOUR, true), Verdict::End("idle"));
+        assert_eq!(activity.verdict(&timeouts, true, NEVER), Verdict::Keep);
     }
 
     #[test]
     fn a_connection_without_a_call_and_one_that_reads_no_answer_are_ended() {
         let timeouts = ConnectionTimeouts {
-            silent: Duration::from_millis(10),
-            stalled: Duration::from_millis(10),
+            silent: 2 * HOUR,
+            stalled: 2 * HOUR,
+            idle: NEVER,
             ..ConnectionTimeouts::default()
         };
         let activity = Activity::new();
-        pause(30);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::End("silent"));
+        let at = |age: Duration| activity.verdict_at(age, &timeouts, false, NEVER);
+        assert_eq!((at(HOUR), at(4 * HOUR)), (Verdict::Keep, Verdict::End("silent")));
         activity.call();
         let leaving = activity.leaving(1);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::Keep);
-        pause(30);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::End("stalled_answer"));
+        assert_eq!((at(HOUR), at(4 * HOUR)), (Verdict::Keep, Verdict::End("stalled_answer")));
         drop(leaving);
-        assert_eq!(activity.verdict(&timeouts, false, LONG), Verdict::Keep);
+        assert_eq!(at(4 * HOUR), Verdict::Keep);
+    }
+
+    /// The last answer left long ago when the next one begins.
+    #[test]
+    fn an_answer_that_begins_has_not_stalled() {
+        let old = || {
+            let activity = Activity::new();
+            let opened = activity.opened.checked_sub(HOUR).unwrap();
+            let activity = Activity { opened, ..Arc::into_inner(activity).unwrap() };
+            activity.call();
+            Arc::new(activity)
+        };
+        let connections: Vec<_> = (0..200).map(|_| old()).collect();
+        let timeouts = ConnectionTimeouts::default();
+        let judged = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for (at, connection) in connections.iter().enumerate() {
+                    while judged.load(Acquire) <= at {
+                        std::thread::yield_now();
+                    }
+                    drop(connection.leaving(1));
+                }
+            });
+            for (at, connection) in connections.iter().enumerate() {
+                judged.store(at + 1, Release);
+                let begun = Instant::now();
+                while begun.elapsed() < Duration::from_micros(100) {
+                    assert_eq!(connection.verdict(&timeouts, false, NEVER), Verdict::Keep, "connection {at}");
+                }
+            }
+        });
     }
 }

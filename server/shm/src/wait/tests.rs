@@ -1,5 +1,6 @@
 //! Tests of `wait`.
 
+use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 
@@ -71,23 +72,43 @@ fn ping_pong_loses_no_wake_up() {
     }
 }
 
+/// Whether a thread of this process sleeps.
+fn sleeps(thread: &rustix::process::Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).expect("a thread's state");
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
+}
+
 #[test]
 fn a_ring_wakes_one_sleeper() {
     let bell = doorbell();
     bell.0.fetch_or(SLEEPING, Ordering::Relaxed);
-    let slept: Vec<Duration> = thread::scope(|s| {
-        let sleep = || {
-            let begun = Instant::now();
-            bell.0.sleep(SLEEPING, Duration::from_secs(2));
-            begun.elapsed()
+    let (threads, woken) = (Mutex::new(Vec::new()), AtomicU64::new(0));
+    let begun = Instant::now();
+    let wait_for = |what: &str, is_so: &dyn Fn() -> bool| {
+        while !is_so() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    thread::scope(|s| {
+        for _ in 0..4 {
+            s.spawn(|| {
+                threads.lock().expect("no panic").push(rustix::thread::gettid());
+                bell.0.sleep(SLEEPING, Duration::from_secs(60));
+                woken.fetch_add(1, Ordering::Release);
+            });
+        }
+        let all_sleep = || {
+            let threads = threads.lock().expect("no panic");
+            threads.len() == 4 && threads.iter().all(sleeps)
         };
-        let sleepers: Vec<_> = (0..4).map(|_| s.spawn(sleep)).collect();
-        thread::sleep(Duration::from_millis(500));
+        wait_for("all sleep", &all_sleep);
         bell.ring();
-        sleepers.into_iter().map(|sleeper| sleeper.join().expect("no panic")).collect()
+        wait_for("one is woken", &|| woken.load(Ordering::Acquire) > 0);
+        thread::sleep(Duration::from_millis(100));
+        assert_eq!(woken.load(Ordering::Acquire), 1);
+        (0..3).for_each(|_| bell.0.wake());
     });
-    let woken = slept.iter().filter(|time| **time < Duration::from_millis(1500)).count();
-    assert_eq!(woken, 1, "{slept:?}");
 }
 
 #[test]
