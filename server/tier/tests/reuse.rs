@@ -89,7 +89,7 @@ fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
 #[test]
 fn an_lru_hits_as_often_as_llama_cpp_reports() {
     let [of_64, of_128] = [64, 128].map(|slots| measure(1, slots, 8).lru);
-    assert!((66.0..=68.0).contains(&of_64), "LRU of 64: {of_64} %, expected 67");
+    assert!((65.0..=69.0).contains(&of_64), "LRU of 64: {of_64} %, expected 67");
     assert!((79.0..=83.0).contains(&of_128), "LRU of 128: {of_128} %, expected 81");
 }
 
