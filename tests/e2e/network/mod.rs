@@ -141,13 +141,13 @@ fn anonymous(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
-/// Calls of random sizes from 16 threads over four sessions: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise. Memory is read
+/// Calls of random sizes from 64 threads over four sessions: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise. Memory is read
 /// after each tenth: at the end no process may have 4 MiB more than after the first tenth, or than after the fifth.
 #[test]
 #[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
 fn memory_stays_flat_over_calls_of_random_sizes() {
     const SESSIONS: usize = 4;
-    const THREADS: u64 = 16;
+    const THREADS: u64 = 64;
     let calls: u64 = std::env::var("EXPERTD_NETWORK_CALLS").map_or(10_000, |text| text.parse().unwrap());
     let service = start(FAMILY, 2, &["--max-sessions", "8"]);
     let all: [SessionClient; SESSIONS] = std::array::from_fn(|_| open(&service));
@@ -158,7 +158,7 @@ fn memory_stays_flat_over_calls_of_random_sizes() {
                 let mut rows = Rows::new(&golden(FAMILY), part * THREADS + thread, 48);
                 scope.spawn(move || {
                     for round in 0..calls.div_ceil(10 * THREADS) {
-                        let (request, wanted) = match round % 50 {
+                        let (request, wanted) = match (thread + round) % 50 {
                             49 => rows.draw_of(rows.layers()[0], 600),
                             _ => rows.draw(),
                         };
