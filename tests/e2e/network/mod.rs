@@ -141,37 +141,51 @@ fn anonymous(pid: u32) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
-/// Calls of random sizes from four threads: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise.
+/// Calls of random sizes from 64 threads over four sessions: 10^4 by default, `EXPERTD_NETWORK_CALLS` of them otherwise. Memory is read
+/// after each tenth: at the end no process may have 4 MiB more than after the first tenth, or than after the fifth.
 #[test]
 #[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
 fn memory_stays_flat_over_calls_of_random_sizes() {
-    let calls: usize = std::env::var("EXPERTD_NETWORK_CALLS").map_or(10_000, |text| text.parse().unwrap());
-    let service = start(FAMILY, 2, &[]);
-    let session = std::sync::Arc::new(open(&service));
-    let run = |calls: usize, seed: u64| {
-        let workers = (0..4).map(|thread| {
-            let session = std::sync::Arc::clone(&session);
-            std::thread::spawn(move || {
-                let mut rows = Rows::new(&golden(FAMILY), seed + thread, 48);
-                for round in 0..calls / 4 {
-                    let (request, wanted) = match round % 50 {
-                        49 => rows.draw_of(rows.layers()[0], 600),
-                        _ => rows.draw(),
-                    };
-                    check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
-                }
-            })
+    const SESSIONS: usize = 4;
+    const THREADS: u64 = 64;
+    let calls: u64 = std::env::var("EXPERTD_NETWORK_CALLS").map_or(10_000, |text| text.parse().unwrap());
+    let service = start(FAMILY, 2, &["--max-sessions", "8"]);
+    let all: [SessionClient; SESSIONS] = std::array::from_fn(|_| open(&service));
+    let run = |part: u64| {
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let session = &all[thread as usize % SESSIONS];
+                let mut rows = Rows::new(&golden(FAMILY), part * THREADS + thread, 48);
+                scope.spawn(move || {
+                    for round in 0..calls.div_ceil(10 * THREADS) {
+                        let (request, wanted) = match (thread + round) % 50 {
+                            49 => rows.draw_of(rows.layers()[0], 600),
+                            _ => rows.draw(),
+                        };
+                        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+                    }
+                });
+            }
         });
-        workers.collect::<Vec<_>>().into_iter().for_each(|worker| worker.join().unwrap());
     };
-    run(calls / 5, 1);
-    let agent = agents(&service)[0];
-    let processes = [agent, service.pid(), std::process::id()];
-    let before = processes.map(anonymous);
-    run(calls, 5);
-    let after = processes.map(anonymous);
-    println!("{calls} calls: agent, router and client had {before:?} bytes, have {after:?}");
-    for (before, after) in before.iter().zip(after) {
-        assert!(after < before + (4 << 20), "{before} bytes became {after}");
+    let mut processes = agents(&service);
+    assert_eq!(processes.len(), SESSIONS);
+    processes.extend(service.ranks());
+    processes.extend([service.pid(), std::process::id()]);
+    let mut seen: Vec<Vec<u64>> = Vec::new();
+    for part in 0..10 {
+        run(part);
+        seen.push(processes.iter().map(|&pid| anonymous(pid)).collect());
+        println!(
+            "{}0 % of {calls} calls: agents, ranks, router and client have {:?} bytes",
+            part + 1,
+            seen[part as usize]
+        );
     }
+    for early in [&seen[0], &seen[4]] {
+        for (early, last) in early.iter().zip(&seen[9]) {
+            assert!(*last < early + (4 << 20), "{early} bytes became {last}");
+        }
+    }
+    assert!(sessions(&service).iter().map(|session| session.calls_total).sum::<u64>() >= calls);
 }
