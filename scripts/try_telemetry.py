@@ -47,7 +47,7 @@ TOKEN = "engine-token-0123456789abcdef"
 # Metrics that only ranks on GPUs have.
 OF_GPUS = "expertd_gpu_"
 # Metrics that only mixed groups have.
-OF_TIERS = "expertd_tier_"
+OF_TIERS = re.compile("expertd_tier_|expertd_rank_copied_bytes_")
 RATE_INTERVAL = "10s"
 
 
@@ -159,8 +159,8 @@ def check(now: float) -> list[str]:
     for panel in panels():
         for target in panel["targets"]:
             expression = target["expr"]
-            if returns(expression, RECORDED, now) == (OF_TIERS in expression):
-                has = "data of mixed groups" if OF_TIERS in expression else "no data"
+            if returns(expression, RECORDED, now) == bool(OF_TIERS.search(expression)):
+                has = "data of mixed groups" if OF_TIERS.search(expression) else "no data"
                 wrong.append(f"panel {panel['title']!r} has {has} of the recorded service: {expression}")
             if returns(expression, METRICS, now) == (OF_GPUS in expression):
                 has = "data of GPUs" if OF_GPUS in expression else "no data"

@@ -101,6 +101,9 @@ async fn status_and_drain() {
     assert_eq!((status.ranks[0].pid, status.ranks[0].state.as_str()), (99, "ready"));
     assert_eq!(status.version, env!("CARGO_PKG_VERSION"));
     assert_eq!(status.weight_folder, "/models/fake");
+    let tier = status.tier.unwrap();
+    let of = &tier.layers[0];
+    assert_eq!((of.layer, of.source, of.copied, of.cpu, tier.copied_bytes), (1, 1, 2, 5, 9));
 
     let drained = admin.drain(DrainRequest { timeout_ms: 12 }).await.unwrap().into_inner();
     assert_eq!(drained.requests_dropped, 12);

@@ -61,6 +61,11 @@ async fn the_state_says_what_the_service_does() {
     assert_eq!(found["model"]["name"], "fake");
     assert_eq!(found["model"]["hidden"], 8);
     assert_eq!(found["tokens_queued"], 3);
+    let tier = serde_json::json!({
+        "layers": [{ "layer": 1, "source": 1, "copied": 2, "cpu": 5 }],
+        "copied_bytes": 9,
+    });
+    assert_eq!(found["tier"], tier);
     let rank = json!({
         "rank": 0, "device": "cpu", "state": "ready", "weight_bytes_loaded": 10, "weight_bytes_total": 20, "gpu": null,
     });

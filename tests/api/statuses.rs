@@ -249,6 +249,8 @@ async fn valid_requests_are_answered_completely() {
                 let receipt = answer.receipt.unwrap();
                 assert_eq!(receipt.tokens_per_rank, [tokens as u32, 0]);
                 assert!(receipt.timings.is_empty(), "the call did not ask for timings");
+                assert_eq!(receipt.slot_versions.len(), receipt.steps.len());
+                assert!(receipt.slot_versions.iter().all(|&version| version == 17));
             }
         }
 

@@ -143,7 +143,7 @@ impl Fake {
             tokens: request.tokens as u32,
             phases: Default::default(),
             computed: Duration::ZERO,
-            slot_version: 0,
+            slot_version: 17,
             formed: Instant::now(),
             done: Instant::now(),
         };
@@ -211,7 +211,10 @@ impl Backend for Fake {
             tokens_queued: 3,
             uptime: Duration::from_secs(4),
             reload: None,
-            tier: None,
+            tier: Some(TierStatus {
+                layers: vec![(LayerId(ECHO), TierRows { source: 1, copied: 2, cpu: 5 })],
+                copied_bytes: 9,
+            }),
             sessions: Vec::new(),
             weight_folder: "/models/fake".into(),
             ranks: vec![RankStatus {
