@@ -38,7 +38,9 @@ class ExpertdAFDConnector(AFDConnectorBase):
     def parse_extra_config(cls, raw: Mapping[str, Any] | None) -> ConnectorExtraInfo:
         """Accepts an empty configuration; settings are environment variables."""
         if raw:
-            raise ValueError(f"connector_extra_config has {sorted(raw)}; this connector is set up by the variables EXPERTD_ADDRESS, EXPERTD_SESSION, …")
+            raise ValueError(
+                f"connector_extra_config has {sorted(raw)}; this connector is set up by the variables EXPERTD_ADDRESS, EXPERTD_SESSION, …"
+            )
         return ConnectorExtraInfo()
 
     def init_afd_connector(self) -> None:

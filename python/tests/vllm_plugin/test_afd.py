@@ -53,8 +53,8 @@ class Engines:
         remote, self.log = self.run(list(jobs.values()))
         self.remote = dict(zip(jobs, remote, strict=True))
 
-    def run(self, jobs, in_process=True):
-        return run(jobs, self.folder, in_process, **ENVIRONMENT)
+    def run(self, jobs):
+        return run(jobs, self.folder, **ENVIRONMENT)
 
     def job(self, family, address, options=None, **more):
         folder = str(self.folders[family])
@@ -98,11 +98,3 @@ def test_refusals_reach_the_caller(engines, job, words):
 
 def test_another_connector_is_not_taken_for_this_one(engines):
     assert "error" in engines.remote["another connector"]
-
-
-def test_an_engine_in_a_process_of_its_own(engines):
-    """vLLM's default, and compiled."""
-    job = engines.job("deepseek_v2", engines.services["deepseek_v2"].address, options(), eager=False)
-    (answer,), log = engines.run([job], in_process=False)
-    assert answer.get("tokens") == engines.local["deepseek_v2"]["tokens"], (answer, log[-4000:])
-    assert "The routed experts of 1 layers are served by" in log
