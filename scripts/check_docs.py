@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks the Markdown files of the repository: relative links, anchors, paths in backticks, and reasons of errors must exist.
+"""Checks the Markdown files of the repository: relative links, anchors, paths in backticks, and reasons of errors must exist, and lines
+outside of tables and code have at most 120 characters.
 
 Prints each one that does not, and exits with 1 if there are any. Python's standard library and git are all it needs.
 """
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 120
 TOP = "server|kernels|proto|client|loadtest|tests|scripts|docs|examples|deploy|python"
 
 
@@ -51,6 +53,8 @@ def main():
         for path in re.findall(rf"`((?:{TOP})/[\w./-]+)`", text):
             if not (ROOT / path).exists():
                 wrong.append((page, f"names `{path}`, which does not exist"))
+        long = [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith("|")]
+        wrong += [(page, f"has a line of {len(line)} characters: {line[:60]}…") for line in long]
     wrong += reasons(pages[ROOT / "docs/api.md"])
     for page, text in wrong:
         print(f"{page.relative_to(ROOT)}: {text}", file=sys.stderr)

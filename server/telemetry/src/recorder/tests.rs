@@ -76,8 +76,8 @@ fn page() -> String {
     let mut page = String::from(
         "# Metrics\n\nOne Prometheus endpoint per host (`--metrics-listen`, path `/metrics`), ranks as labels. This page is made \
          from\n`server/telemetry/src/names.rs` (`UPDATE_DOCS=1 cargo test -p expertd-telemetry metrics_page`).\n\nA \
-         series with labels, a histogram, and a gauge of something that the service does not use (sessions, TLS, GPUs) are absent \
-         until their\nfirst value; counters without labels start at 0.\n\n| name | kind | labels | meaning |\n|---|---|---|---|\n",
+         series with labels, a histogram, and a gauge of something that the service does not use (sessions, TLS, GPUs) are\nabsent \
+         until their first value; counters without labels start at 0.\n\n| name | kind | labels | meaning |\n|---|---|---|---|\n",
     );
     for m in names::ALL {
         let kind = match m.kind {
