@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use expertd_client::network::{self, NetworkOptions};
@@ -119,7 +119,9 @@ struct Namespace {
 
 impl Namespace {
     fn new() -> Namespace {
-        let number = std::process::id() % 200 + 20;
+        // Each test of this program has its own names and addresses.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = (std::process::id() % 50) * 4 + NEXT.fetch_add(1, Relaxed) % 4 + 20;
         let (name, link) = (format!("expertd-{number}"), format!("expertd{number}"));
         let here = format!("10.213.{number}.1");
         run(&format!("ip netns del {name}"));
