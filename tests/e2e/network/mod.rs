@@ -173,7 +173,7 @@ fn memory_stays_flat_over_calls_of_random_sizes() {
     assert_eq!(processes.len(), SESSIONS);
     processes.extend(service.ranks());
     processes.push(service.pid());
-    // Other tests run in this process unless somebody asks for this one.
+    // By default other tests run in this process at the same time, and their memory is its memory, too.
     processes.extend(asked.map(|_| std::process::id()));
     let mut seen: Vec<Vec<u64>> = Vec::new();
     for part in 0..10 {

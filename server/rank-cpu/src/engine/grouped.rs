@@ -8,7 +8,7 @@ use crate::weights::{NOT_HERE, RankLayer};
 use expertd_types::{ExpertId, ExpertOwners, Rank};
 
 /// Whether `rank` of a mixed group computes the rows of an expert: it is the first one of its owners.
-fn computes(owners: &ExpertOwners, rank: Rank, id: i32) -> bool {
+pub(super) fn computes(owners: &ExpertOwners, rank: Rank, id: i32) -> bool {
     let id = u32::try_from(id).ok().map(ExpertId);
     id.and_then(|id| owners.of(id)).is_some_and(|owners| owners.first() == Some(&rank))
 }

@@ -16,7 +16,7 @@ use expertd_shm::faults;
 use expertd_tier::slots::{LayerSlots, SlotDriver, Upload};
 use expertd_types::{ExpertId, LayerId, Rank, Sequence};
 
-use super::grouped::StepExperts;
+use super::grouped::{StepExperts, computes};
 use crate::weights::{NOT_HERE, RankLayer};
 
 /// For tests: if this variable is set, each copy first overwrites its slot with NaN, and then gives steps time.
@@ -73,18 +73,9 @@ impl Slots {
         row_counts: RowCounts,
         bytes: u64,
     ) -> std::io::Result<Option<Self>> {
-        let first = |(layer, on_cpus): (&Option<RankLayer>, &Vec<ExpertId>)| -> Option<usize> {
-            let (layer, first) = (layer.as_ref()?, on_cpus.first()?);
-            let expert = |id: &ExpertId| &layer.experts[layer.local[id.index()] as usize];
-            let is_alike = on_cpus.iter().all(|id| expert(id).is_like(expert(first)));
-            is_alike.then_some(layer.local[first.index()] as usize)
-        };
         // `[layers]`: an expert like those that are copied.
-        let like: Vec<Option<&CpuExpert>> = layers
-            .iter()
-            .zip(on_cpus)
-            .map(|pair| first(pair).and_then(|at| pair.0.as_ref().map(|layer| &layer.experts[at])))
-            .collect();
+        let like: Vec<Option<&CpuExpert>> =
+            layers.iter().zip(on_cpus).map(|(layer, on_cpus)| alike(layer.as_ref()?, on_cpus)).collect();
         let expert_bytes: Vec<u64> =
             like.iter().map(|like| like.map_or(0, |expert| expert.bytes() as u64)).collect();
         let fit = bytes.checked_div(expert_bytes.iter().sum()).unwrap_or(0);
@@ -182,13 +173,18 @@ impl Slots {
     }
 }
 
+/// One of the experts `on_cpus` of a layer that has all experts; `None` if there are none, or if they are not packed alike.
+fn alike<'a>(layer: &'a RankLayer, on_cpus: &[ExpertId]) -> Option<&'a CpuExpert> {
+    let mut experts = on_cpus.iter().map(|id| &layer.experts[layer.local[id.index()] as usize]);
+    let first = experts.next()?;
+    experts.all(|expert| expert.is_like(first)).then_some(first)
+}
+
 /// `[layers]`: the experts that ranks beside `source` compute.
 pub(super) fn on_cpus(layers: &[Option<RankLayer>], source: Rank) -> Vec<Vec<ExpertId>> {
     let of = |layer: &RankLayer| {
         let experts = (0..layer.local.len() as u32).map(ExpertId);
-        let computed_here =
-            |id: &ExpertId| layer.owners.of(*id).is_some_and(|owners| owners.first() == Some(&source));
-        experts.filter(|id| !computed_here(id)).collect()
+        experts.filter(|id| !computes(&layer.owners, source, id.0 as i32)).collect()
     };
     layers.iter().map(|layer| layer.as_ref().map(of).unwrap_or_default()).collect()
 }
