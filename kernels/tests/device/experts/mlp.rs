@@ -96,7 +96,7 @@ impl Case {
             h.iter()
                 .map(|(h, error)| {
                     let magnitude = (h.abs() + by * error).max(0.0) * on_output.abs();
-                    bf16::from_f64(magnitude.copysign(h * on_output)).to_f64()
+                    bf16::from_f32(magnitude.copysign(h * on_output) as f32).to_f64()
                 })
                 .collect()
         };

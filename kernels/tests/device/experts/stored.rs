@@ -160,7 +160,7 @@ impl Stored {
 
     /// An element times its scale.
     fn scaled(&self, product: f64) -> f64 {
-        if self.rounded { bf16::from_f64(product).to_f64() } else { product }
+        if self.rounded { bf16::from_f32(product as f32).to_f64() } else { product }
     }
 
     /// The scale of MXFP4 and MXFP8.

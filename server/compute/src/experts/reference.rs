@@ -95,7 +95,7 @@ pub fn dense(view: &MatrixView<'_>) -> Vec<f64> {
 /// to bf16, divided by the scale of its group of 128, rounded to the nearest code, and multiplied by the scale.
 #[must_use]
 pub fn quantised(row: &[f64], power_of_two_scales: bool) -> Vec<f64> {
-    let rounded: Vec<f64> = row.iter().map(|x| half::bf16::from_f64(*x).to_f64()).collect();
+    let rounded: Vec<f64> = row.iter().map(|x| half::bf16::from_f32(*x as f32).to_f64()).collect();
     let of_group = |group: &[f64]| {
         let scale = group_scale(group, power_of_two_scales);
         group.iter().map(|x| code(*x, scale) * f64::from(scale)).collect::<Vec<_>>()

@@ -90,7 +90,7 @@ fn nvfp4_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
     // The product is what the kernel rounds to bf16.
     mxfp4_elements(unit, lane, step, pair).map(|value| {
         let product = value * scale;
-        assert_eq!(f64::from(bf16::from_f64(product).to_f32()), product);
+        assert_eq!(f64::from(bf16::from_f32(product as f32).to_f32()), product);
         product
     })
 }
