@@ -18,9 +18,6 @@ pub mod passing;
 mod row_counts;
 pub mod sealed;
 
-#[cfg(all(test, feature = "loom"))]
-mod loom_tests;
-
 pub use channel::{
     AttachedRows, ChannelError, Completion, ExpertsNotice, FormingStep, GroupShape, Heartbeat, MAX_RAISES,
     Raise, RankChannel, RankStaging, RouterBell, RouterChannel, RowSource, RowsToStage, Segment, StagedRows,

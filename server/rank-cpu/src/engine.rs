@@ -8,6 +8,7 @@ mod source;
 mod worker;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use self::grouped::GroupedRows;
 use self::phases::{StepRows, compute_received};
@@ -26,7 +27,12 @@ use expertd_rank::{
     ClientMemory, Failure, HostMemories, Joining, Loaded, PhaseClock, StepEngine, StepFault, StepReport,
     setup_failure,
 };
+use expertd_shm::ThreadTeam;
 use expertd_types::{MemoryId, Phase, Rank, Slot};
+
+/// How long the threads of a rank spin for the next part of a step, such as the down projections: longer than what one thread does
+/// between two parts, and short beside a wait for other ranks.
+const BETWEEN_PARTS: Duration = Duration::from_micros(200);
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
 /// set serves all slots; data that outlives a step is in staging and in the windows.
@@ -71,7 +77,7 @@ fn attach_to(memories: &mut HostMemories, memory: MemoryId, client: ClientMemory
 /// The engine of one CPU rank.
 pub(crate) struct CpuEngine {
     group: CpuGroup,
-    pool: rayon::ThreadPool,
+    team: ThreadTeam,
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
     buffers: StepBuffers,
@@ -112,13 +118,7 @@ fn workspace(
 /// The reason why the group could not be joined or the weights could not be mapped.
 pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     let setup = joining.setup;
-    // This thread is part of the pool, so that a step can begin without waking another thread.
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(setup.threads)
-        .use_current_thread()
-        .thread_name(|i| format!("experts-{i}"))
-        .build()
-        .map_err(setup_failure)?;
+    let team = ThreadTeam::start("experts", setup.threads, BETWEEN_PARTS).map_err(setup_failure)?;
     joining.clock.end("threads");
     let windows = joining.next_fd("the windows")?;
     let weights = joining.next_fd("the weights")?;
@@ -139,7 +139,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
     }
     let memory = Arc::clone(&weights.memory);
     joining.clock.end("weights");
-    let parts = EngineParts { pool, weights, all, row_counts: joining.row_counts.clone() };
+    let parts = EngineParts { team, weights, all, row_counts: joining.row_counts.clone() };
     let (weight_bytes, device) = (parts.weights.weight_bytes, parts.device());
     let engine: Box<dyn StepEngine> = if !setup.shape.is_mixed() {
         let group = CpuGroup::from_fd(windows, crate::ep_config(setup)).map_err(setup_failure)?;
@@ -158,7 +158,7 @@ pub fn load(mut joining: Joining<'_>) -> Result<Loaded, Failure> {
 
 /// The parts that all engines of CPU ranks share.
 struct EngineParts {
-    pool: rayon::ThreadPool,
+    team: ThreadTeam,
     weights: MappedWeights,
     /// On the source of a mixed group: the shares of all ranks.
     all: Vec<MappedWeights>,
@@ -168,7 +168,7 @@ struct EngineParts {
 impl EngineParts {
     /// Human-readable description of the device.
     fn device(&self) -> String {
-        let threads = match self.pool.current_num_threads() {
+        let threads = match self.team.threads() {
             1 => "1 thread".to_owned(),
             threads => format!("{threads} threads"),
         };
@@ -179,14 +179,14 @@ impl EngineParts {
 impl CpuEngine {
     /// The engine of a rank whose weights are mapped.
     fn new(setup: &RankSetup, group: CpuGroup, parts: EngineParts) -> Self {
-        let EngineParts { pool, weights, row_counts, .. } = parts;
+        let EngineParts { team, weights, row_counts, .. } = parts;
         let MappedWeights { spec, layers, .. } = weights;
-        let threads = pool.current_num_threads();
+        let threads = team.threads();
         let workspace = workspace(&spec, &layers, &setup.shape, threads);
         let capacity = setup.shape.max_tokens_per_rank;
         CpuEngine {
             group,
-            pool,
+            team,
             hidden: setup.shape.hidden,
             layers,
             buffers: StepBuffers::new(&spec, &setup.shape),
@@ -209,6 +209,7 @@ impl StepEngine for CpuEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
+        let _roused = self.team.rouse();
         let mut staging = staging;
         let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
         let slot = Slot(step.slot);
@@ -226,7 +227,7 @@ impl StepEngine for CpuEngine {
         step_rows.copy_in(staging.rows, rows);
         clock.end(Phase::CopyIn);
 
-        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
+        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.team)?;
         clock.end(Phase::Gate);
 
         let routing = HostRouting {
@@ -239,12 +240,12 @@ impl StepEngine for CpuEngine {
         };
         self.group.prepare(slot, routing)?;
         clock.end(Phase::Prepare);
-        self.group.dispatch_send(slot, rows)?;
+        self.group.dispatch_send(slot, rows, Some(&self.team))?;
         clock.end(Phase::Dispatch);
         // The shared experts are computed while the peers' rows arrive.
         if let Some(shared) = &layer.shared {
             let sigmoids = &mut self.sigmoids;
-            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.pool);
+            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.team);
         }
         clock.end(Phase::Experts);
         self.group.dispatch_wait(slot)?;
@@ -252,12 +253,12 @@ impl StepEngine for CpuEngine {
 
         let batches = self.group.received(slot)?.collect();
         let (received_rows, expert_rows) =
-            compute_received(layer, batches, hidden, &mut self.grouped, &mut self.workspace, &self.pool);
+            compute_received(layer, batches, hidden, &mut self.grouped, &mut self.workspace, &self.team);
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
         count_rows(&self.row_counts, self.rank, step.layer, &layer.mine, &self.grouped);
 
-        self.group.combine(slot, out)?;
+        self.group.combine(slot, out, Some(&self.team))?;
         if layer.shared.is_some() {
             step_rows.add_shared(shared_out, out);
         }

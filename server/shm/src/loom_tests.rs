@@ -1,4 +1,4 @@
-//! The ring and the doorbell under loom, which runs each small scenario in every interleaving
+//! The ring, the doorbell and the turns of a team under loom, which runs each small scenario in every interleaving
 //! that the memory model allows. The algorithms are generic over their atomics, so loom checks the production code.
 
 #![allow(unsafe_code, reason = "loom's cells are accessed through raw pointers")]
@@ -12,6 +12,7 @@ use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
 use crate::ring::{RingConsumer, RingMemory, RingProducer, Word64};
+use crate::team::Turn;
 use crate::wait::{Doorbell, FutexWord, WaitPolicy};
 
 impl Word64 for AtomicU64 {
@@ -196,6 +197,65 @@ fn loom_doorbell_two_ringers() {
         }
         for ringer in ringers {
             ringer.join().expect("no panic");
+        }
+    });
+}
+
+/// The caller of a team writes a job only when no helper reads the previous one, each helper does a turn at most once, and the
+/// caller sees what helpers did.
+#[test]
+fn loom_team() {
+    struct Team {
+        turn: Turn<AtomicU64>,
+        job: UnsafeCell<u64>,
+        done: [UnsafeCell<u64>; 2],
+    }
+    // SAFETY: shared so that loom can check the accesses.
+    unsafe impl Sync for Team {}
+    // SAFETY: as above.
+    unsafe impl Send for Team {}
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let team = Arc::new(Team {
+            turn: Turn::over(AtomicU64::new(0)),
+            job: UnsafeCell::new(0),
+            done: [UnsafeCell::new(0), UnsafeCell::new(0)],
+        });
+        let helpers: Vec<_> = (0..2)
+            .map(|helper| {
+                let team = Arc::clone(&team);
+                thread::spawn(move || {
+                    let (mut last, mut turns) = (0, 0);
+                    for _ in 0..2 {
+                        if team.turn.enter(&mut last) {
+                            // SAFETY: loom checks every access before it happens.
+                            let job = team.job.with(|job| unsafe { *job });
+                            // SAFETY: as above.
+                            team.done[helper].with_mut(|done| unsafe { *done += job });
+                            team.turn.leave();
+                            turns += job;
+                        }
+                    }
+                    turns
+                })
+            })
+            .collect();
+        let mut seen = [0; 2];
+        for job in [1, 10] {
+            // SAFETY: loom checks every access before it happens.
+            team.job.with_mut(|at| unsafe { *at = job });
+            team.turn.open();
+            team.turn.close();
+            while !team.turn.is_empty() {
+                thread::yield_now();
+            }
+            // SAFETY: as above.
+            seen = team.done.each_ref().map(|done| done.with(|done| unsafe { *done }));
+            assert!(seen.iter().all(|&sum| [0, 1, 10, 11].contains(&sum)));
+        }
+        for (helper, seen) in helpers.into_iter().zip(seen) {
+            assert_eq!(helper.join().expect("sound"), seen);
         }
     });
 }

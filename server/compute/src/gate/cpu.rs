@@ -1,10 +1,9 @@
 //! The gate on the CPU.
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
+use expertd_shm::ThreadTeam;
 
 use super::choose::{GroupScratch, finish_weights, limit_groups, score, sparse_mixer, top_k};
-use crate::linalg::{MatmulScratch, PackedMatrix, matmul};
+use crate::linalg::{MatmulScratch, PackedMatrix, for_each, matmul};
 use expertd_model::{Choice, GateSpec, GateTensors, ScoreFn};
 
 /// An error that prevents rows from being routed.
@@ -121,7 +120,7 @@ impl CpuGate {
         self.route_with(rows, token_ids, ids, weights, &mut GateScratch::new(self.hidden, 1), None)
     }
 
-    /// Like [`Self::route`], with given scratch memory and on the threads of `pool`. The result depends on neither.
+    /// Like [`Self::route`], with given scratch memory and on the threads of `team`. The result depends on neither.
     ///
     /// # Errors
     /// See [`Self::route`].
@@ -132,7 +131,7 @@ impl CpuGate {
         ids: &mut [i32],
         weights: &mut [f32],
         scratch: &mut GateScratch,
-        pool: Option<&ThreadPool>,
+        team: Option<&ThreadTeam>,
     ) -> Result<(), GateError> {
         let (e, k) = (self.spec.num_experts, self.spec.top_k);
         let tokens = rows.len() / self.hidden;
@@ -144,13 +143,13 @@ impl CpuGate {
             scratch.logits.resize(tokens * e, 0.0);
         }
         let logits = &mut scratch.logits[..tokens * e];
-        matmul(rows, &self.weight, logits, &mut scratch.matmul, pool);
+        matmul(rows, &self.weight, logits, &mut scratch.matmul, team);
         // Scoring takes about 5 ns per expert; below this size waking threads takes longer than the work.
-        let rows_per_chunk = match pool {
-            Some(pool) if tokens * e >= 16384 => tokens.div_ceil(4 * pool.current_num_threads()),
+        let rows_per_chunk = match team {
+            Some(team) if tokens * e >= 16384 => tokens.div_ceil(4 * team.threads()),
             _ => tokens.max(1),
         };
-        let chunks: Vec<RowChunk<'_>> = logits
+        let mut chunks: Vec<RowChunk<'_>> = logits
             .chunks_mut(rows_per_chunk * e)
             .zip(ids.chunks_mut(rows_per_chunk * k).zip(weights.chunks_mut(rows_per_chunk * k)))
             .enumerate()
@@ -160,16 +159,11 @@ impl CpuGate {
                 RowChunk { logits, token_ids, ids, weights }
             })
             .collect();
-        match pool {
-            Some(pool) if chunks.len() > 1 => {
-                pool.install(|| chunks.into_par_iter().for_each(|chunk| self.route_chunk(chunk)));
-            }
-            _ => chunks.into_iter().for_each(|chunk| self.route_chunk(chunk)),
-        }
+        for_each(team, &mut chunks, |chunk| self.route_chunk(chunk));
         Ok(())
     }
 
-    fn route_chunk(&self, chunk: RowChunk<'_>) {
+    fn route_chunk(&self, chunk: &mut RowChunk<'_>) {
         let (e, k) = (self.spec.num_experts, self.spec.top_k);
         let mut row = TokenGate { gate: self, scratch: GroupScratch::new(&self.spec), choice: vec![0.0; e] };
         let outputs = chunk.ids.chunks_exact_mut(k).zip(chunk.weights.chunks_exact_mut(k));
@@ -203,7 +197,7 @@ pub struct GateScratch {
 }
 
 impl GateScratch {
-    /// Scratch for rows of `hidden` elements and a pool of `threads` threads; it grows with the number of rows.
+    /// Scratch for rows of `hidden` elements and a team of `threads` threads; it grows with the number of rows.
     #[must_use]
     pub fn new(hidden: usize, threads: usize) -> Self {
         Self { matmul: MatmulScratch::new(hidden, threads), logits: Vec::new() }

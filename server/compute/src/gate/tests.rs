@@ -119,12 +119,12 @@ fn results_do_not_depend_on_threads_or_scratch() {
     let gate = identity(&spec, None, None);
     let rows: Vec<f32> = (0..96 * 300).map(|i| ((i * 7919) % 1013) as f32 / 200.0 - 2.5).collect();
     let alone = route(&gate, &rows);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let team = expertd_shm::ThreadTeam::start("team", 3, std::time::Duration::ZERO).unwrap();
     let mut scratch = GateScratch::new(96, 3);
     for tokens in [300, 1, 0, 200] {
         let (mut ids, mut weights) = (vec![-7; tokens * 6], vec![f32::NAN; tokens * 6]);
         let rows = &rows[..tokens * 96];
-        gate.route_with(rows, None, &mut ids, &mut weights, &mut scratch, Some(&pool)).unwrap();
+        gate.route_with(rows, None, &mut ids, &mut weights, &mut scratch, Some(&team)).unwrap();
         assert_eq!(ids, alone.0[..tokens * 6]);
         assert_eq!(weights, alone.1[..tokens * 6]);
     }

@@ -1,7 +1,7 @@
 //! Products of rows with a packed matrix.
 #![allow(unsafe_code, reason = "threads write disjoint parts of the packed rows and of the output")]
 
-use rayon::ThreadPool;
+use expertd_shm::ThreadTeam;
 
 use super::fixed::{PackedRows, fix_row};
 use super::memory::AlignedBuffer;
@@ -53,7 +53,7 @@ impl MatmulScratch {
 /// `out = rows * matrix^T`: `rows` is `[m, k]`, `out` is `[m, n]`, both f32 and row-major. Sums are f32; the bits of a
 /// row do not depend on the number of threads.
 ///
-/// Runs on `pool`, or on the calling thread if there is none, and does not allocate.
+/// Runs on `team`, or on the calling thread if there is none, and does not allocate.
 ///
 /// # Panics
 /// If the lengths do not match, `k` exceeds the scratch's `max_k`, or the matrix is a gated pair.
@@ -62,7 +62,7 @@ pub fn matmul(
     matrix: &PackedMatrix,
     out: &mut [f32],
     scratch: &mut MatmulScratch,
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
 ) {
     let (n, k) = (matrix.n(), matrix.k());
     let m = rows.len() / k;
@@ -71,7 +71,7 @@ pub fn matmul(
     assert!(padded(k) * CHUNK <= scratch.x.len(), "the scratch is too small for {k} input features");
     assert!(!matrix.is_gated(), "matmul takes a plain matrix, not a gated pair");
     for (rows, out) in rows.chunks(CHUNK * k).zip(out.chunks_mut(CHUNK * n)) {
-        chunk(rows, matrix, out, scratch, pool);
+        chunk(rows, matrix, out, scratch, team);
     }
 }
 
@@ -80,7 +80,7 @@ fn chunk(
     matrix: &PackedMatrix,
     out: &mut [f32],
     scratch: &mut MatmulScratch,
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
 ) {
     let (n, k, width) = (matrix.n(), matrix.k(), matrix.level().panel_width());
     let (level, panels, count, stride) = (matrix.level(), matrix.panels(), rows.len() / k, padded(k));
@@ -94,7 +94,7 @@ fn chunk(
 
     let queue = WorkQueue::new(parts);
     let packed = DisjointSlice::new(&mut scratch.x);
-    run_parallel(pool, &mut scratch.sums, |_| {
+    run_parallel(team, parts, &mut scratch.sums, |_| {
         for (item, _) in queue.iter() {
             let (start, count) = part(item);
             for tile in Tiling::new(level, count).iter() {
@@ -117,7 +117,7 @@ fn chunk(
     // Of several rows, the last part may be a single row; that one stays f32.
     let x_scales = if count == 1 { x_scales } else { &[] };
     let out = DisjointSlice::new(out);
-    run_parallel(pool, &mut scratch.sums, |sums| {
+    run_parallel(team, parts * panels, &mut scratch.sums, |sums| {
         for (item, next) in queue.iter() {
             let ((start, count), panel) = (part(item % parts), item / parts);
             let next = next.map_or(&[][..], |next| matrix.panel_data(next / parts));

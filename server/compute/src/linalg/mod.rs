@@ -33,6 +33,7 @@ pub(crate) use fixed::{PackedRows, fix_row};
 pub use memory::AlignedBuffer;
 pub(crate) use packed::K_BLOCK;
 pub(crate) use panel::multiply;
-pub(crate) use parallel::{DisjointSlice, WorkQueue, run_parallel};
+pub use parallel::for_each_chunk;
+pub(crate) use parallel::{DisjointSlice, WorkQueue, for_each, run_parallel};
 pub(crate) use quantise::quantise_row;
 pub(crate) use tiles::{RowTile, Tiling, pack_row, pack_zeros, padded};

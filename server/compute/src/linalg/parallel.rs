@@ -5,24 +5,61 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
+use expertd_shm::ThreadTeam;
 
-/// Runs `work` once per element of `scratch`, on the threads of `pool` (on the calling thread if there is none), and
-/// waits for all.
+/// Runs `work` with an element of `scratch` each on up to as many threads of `team` as there are `items` (on the calling thread
+/// if there is no team), and waits for all.
 ///
-/// `work` takes items from [`WorkQueue`]. Which thread computes an item differs between runs, so an item's result must
+/// `work` takes the items from a [`WorkQueue`]. Which thread computes an item differs between runs, so an item's result must
 /// not depend on it.
 pub(crate) fn run_parallel<S: Send>(
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
+    items: usize,
     scratch: &mut [S],
-    work: impl Fn(&mut S) + Sync + Send,
+    work: impl Fn(&mut S) + Sync,
 ) {
-    match (pool, scratch) {
+    let threads = team.map_or(1, ThreadTeam::threads).min(items).min(scratch.len());
+    match (team, &mut *scratch) {
         (_, []) => {}
-        (None, [first, ..]) | (_, [first]) => work(first),
-        (Some(pool), scratch) => pool.install(|| scratch.par_iter_mut().with_max_len(1).for_each(work)),
+        (Some(team), scratch) if threads > 1 => {
+            let count = scratch.len();
+            let scratch = DisjointSlice::new(scratch);
+            team.run(threads, &|thread| {
+                if thread < count {
+                    // SAFETY: a team uses each number once in a run.
+                    work(unsafe { &mut scratch.part_mut(thread..thread + 1)[0] });
+                }
+            });
+        }
+        (_, [first, ..]) => work(first),
     }
+}
+
+/// Calls `each` for all items, on the threads of `team`.
+pub(crate) fn for_each<T: Send>(team: Option<&ThreadTeam>, items: &mut [T], each: impl Fn(&mut T) + Sync) {
+    // Elements without a size take no memory.
+    let none = vec![(); items.len()];
+    for_each_chunk(team, (items, 1), (&none, 1), |items, _| items.iter_mut().for_each(&each));
+}
+
+/// Calls `each` for pairs of chunks of two slices, `a_len` and `b_len` elements long (the last ones may be shorter), on the threads
+/// of `team`.
+pub fn for_each_chunk<A: Send, B: Sync>(
+    team: Option<&ThreadTeam>,
+    (a, a_len): (&mut [A], usize),
+    (b, b_len): (&[B], usize),
+    each: impl Fn(&mut [A], &[B]) + Sync,
+) {
+    let threads = team.map_or(1, ThreadTeam::threads);
+    let count = a.len().div_ceil(a_len).min(b.len().div_ceil(b_len));
+    let (total, a, queue) = (a.len(), DisjointSlice::new(a), WorkQueue::new(count));
+    run_parallel(team, count, &mut vec![(); threads], |()| {
+        for (item, _) in queue.iter() {
+            // SAFETY: each item is handed out once, and chunks do not overlap.
+            let a = unsafe { a.part_mut(item * a_len..total.min((item + 1) * a_len)) };
+            each(a, &b[item * b_len..b.len().min((item + 1) * b_len)]);
+        }
+    });
 }
 
 /// A queue of numbered items of work, handed out in ascending order.
@@ -89,17 +126,19 @@ impl<'a, T> DisjointSlice<'a, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
     fn every_item_is_handed_out_once() {
         for threads in [1, 2, 5] {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads start");
+            let team = ThreadTeam::start("team", threads, Duration::ZERO).expect("threads start");
             for count in [0, 1, 2, 1000] {
                 let mut done = vec![0_u8; count];
                 let shared = DisjointSlice::new(&mut done);
                 let queue = WorkQueue::new(count);
-                run_parallel(Some(&pool), &mut vec![(); threads], |()| {
+                run_parallel(Some(&team), count, &mut vec![(); threads], |()| {
                     for (item, next) in queue.iter() {
                         assert!(next.is_none_or(|next| next > item));
                         // SAFETY: each item is handed out once.
@@ -108,6 +147,29 @@ mod tests {
                     }
                 });
                 assert!(done.iter().all(|&n| n == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_are_paired_in_order() {
+        for threads in [1, 3] {
+            let team = ThreadTeam::start("team", threads, Duration::ZERO).expect("threads start");
+            for rows in [0, 1, 2, 100] {
+                // The last chunks are shorter: 3 of 4 elements, 2 of 3.
+                let b: Vec<usize> = (0..(rows * 3_usize).saturating_sub(1)).collect();
+                let mut a = vec![usize::MAX; (rows * 4_usize).saturating_sub(1)];
+                for_each_chunk(Some(&team), (&mut a, 4), (&b, 3), |a, b| {
+                    a.fill(b.iter().sum());
+                });
+                for (i, &found) in a.iter().enumerate() {
+                    let chunk = &b[i / 4 * 3..b.len().min(i / 4 * 3 + 3)];
+                    assert_eq!(
+                        found,
+                        chunk.iter().sum::<usize>(),
+                        "element {i} of {rows} rows, {threads} threads"
+                    );
+                }
             }
         }
     }

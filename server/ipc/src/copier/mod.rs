@@ -8,14 +8,14 @@
     reason = "copies into memory that two processes take turns at, or into uninitialised memory"
 )]
 
-mod pool;
-pub(super) mod portions;
 mod stores;
 
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use self::pool::{CopyJob, CopyPool};
+use expertd_shm::ThreadTeam;
+
 use self::stores::StoreKind;
 
 /// Smaller batches, in bytes, are copied by the calling thread alone.
@@ -50,6 +50,44 @@ impl CopyRange {
     }
 }
 
+/// A batch that several threads copy, cut into portions of equal size.
+struct Portions {
+    /// The copies, in the order of their [`end`](CopyRange::end).
+    ranges: Vec<CopyRange>,
+    /// Size of a portion, in bytes of the batch.
+    size: usize,
+    store: StoreKind,
+    /// The next portion that no thread has taken.
+    next: AtomicUsize,
+}
+
+// SAFETY: the caller of `CopyBatch::push` has promised that the addresses may be used, and each portion is copied by one thread.
+unsafe impl Sync for Portions {}
+
+impl Portions {
+    /// Copies portions until none is left.
+    ///
+    /// # Safety
+    /// The conditions of [`CopyBatch::push`].
+    unsafe fn copy(&self) {
+        let bytes = self.ranges.last().map_or(0, |range| range.end);
+        loop {
+            let begin = self.next.fetch_add(1, Ordering::Relaxed) * self.size;
+            if begin >= bytes {
+                return;
+            }
+            let end = begin + self.size;
+            let first = self.ranges.partition_point(|range| range.end <= begin);
+            for range in self.ranges[first..].iter().take_while(|range| range.begin() < end) {
+                let at = begin.saturating_sub(range.begin());
+                let bytes = end.min(range.end) - range.begin() - at;
+                // SAFETY: both addresses lie within the range; neither portions nor ranges overlap.
+                unsafe { range.copy(self.store, at, bytes) };
+            }
+        }
+    }
+}
+
 /// Copies that are made together.
 #[derive(Debug, Default)]
 pub struct CopyBatch<'a> {
@@ -79,7 +117,7 @@ impl<'a> CopyBatch<'a> {
 /// Copies batches, large ones on several threads.
 #[derive(Debug, Default)]
 pub struct Copier {
-    pool: Option<CopyPool>,
+    team: Option<ThreadTeam>,
 }
 
 impl Copier {
@@ -90,11 +128,11 @@ impl Copier {
         if threads < 2 {
             return Copier::default();
         }
-        let pool = CopyPool::start(threads - 1, spin);
-        if let Err(error) = &pool {
+        let team = ThreadTeam::start("copies", threads, spin);
+        if let Err(error) = &team {
             tracing::warn!(%error, "cannot start threads that copy rows; one thread copies alone");
         }
-        Copier { pool: pool.ok() }
+        Copier { team: team.ok() }
     }
 
     /// Copies `batch` to memory that a device reads next. Several threads use streaming stores, which bypass their caches;
@@ -130,21 +168,21 @@ impl Copier {
         }
     }
 
-    fn copy(&mut self, batch: CopyBatch<'_>, store: StoreKind) {
+    fn copy(&self, batch: CopyBatch<'_>, store: StoreKind) {
         let bytes = batch.bytes();
-        let Some(pool) = self.pool.as_mut().filter(|_| bytes >= MIN_PARALLEL) else {
+        let Some(team) = self.team.as_ref().filter(|_| bytes >= MIN_PARALLEL) else {
             for range in batch.ranges {
                 // SAFETY: the caller of `push` promised it; the source is borrowed.
                 unsafe { range.copy(StoreKind::Plain, 0, range.bytes) };
             }
             return;
         };
-        let helpers = (bytes / MIN_PER_THREAD - 1).min(pool.helpers());
-        let portion = (bytes / (2 * (helpers + 1))).clamp(*PORTION.start(), *PORTION.end());
+        let threads = (bytes / MIN_PER_THREAD).min(team.threads());
         // Portions are multiples of cache lines: ranges that begin on a line are cut between lines.
-        let job = CopyJob { ranges: batch.ranges, portion: portion.next_multiple_of(4 << 10), store };
+        let size = (bytes / (2 * threads)).clamp(*PORTION.start(), *PORTION.end()).next_multiple_of(4 << 10);
+        let portions = Portions { ranges: batch.ranges, size, store, next: AtomicUsize::new(0) };
         // SAFETY: the callers of `push` promised it; the sources are borrowed until this returns.
-        unsafe { pool.run(job, helpers) };
+        team.run(threads, &|_| unsafe { portions.copy() });
     }
 }
 

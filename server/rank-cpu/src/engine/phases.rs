@@ -8,7 +8,7 @@ use expertd_ipc::RankStaging;
 use expertd_rank::convert::{narrow, narrow_shared, widen, widen_shared};
 use expertd_rank::segments::{CheckedSegment, RowsPlace, rows_of};
 use expertd_rank::{HostMemories, StepFault};
-use rayon::ThreadPool;
+use expertd_shm::ThreadTeam;
 
 use super::grouped::GroupedRows;
 use crate::exchange::ReceivedRows;
@@ -65,7 +65,7 @@ impl<'a> StepRows<'a> {
         k: usize,
         staging: &mut RankStaging<'_>,
         scratch: &mut GateScratch,
-        pool: &ThreadPool,
+        team: &ThreadTeam,
     ) -> Result<(), StepFault> {
         for range in self.runs(|segment| segment.gated) {
             let routed = range.start * k..range.end * k;
@@ -76,7 +76,7 @@ impl<'a> StepRows<'a> {
                 &mut staging.ids[routed.clone()],
                 &mut staging.weights[routed],
                 scratch,
-                Some(pool),
+                Some(team),
             )
             .map_err(StepFault::engine)?;
         }
@@ -91,7 +91,7 @@ impl<'a> StepRows<'a> {
         out: &mut [f32],
         sigmoids: &mut [f32],
         workspace: &mut Workspace,
-        pool: &ThreadPool,
+        team: &ThreadTeam,
     ) {
         for range in self.runs(|segment| segment.shared) {
             let elements = self.elements(&range);
@@ -103,7 +103,7 @@ impl<'a> StepRows<'a> {
                 }
                 &*sigmoids
             });
-            forward_one(shared.kind, &shared.mlp, sigmoids, rows, &mut out[elements], workspace, Some(pool));
+            forward_one(shared.kind, &shared.mlp, sigmoids, rows, &mut out[elements], workspace, Some(team));
         }
     }
 
@@ -138,14 +138,14 @@ pub(super) fn compute_received(
     hidden: usize,
     grouped: &mut GroupedRows,
     workspace: &mut Workspace,
-    pool: &ThreadPool,
+    team: &ThreadTeam,
 ) -> (usize, usize) {
     grouped.fill(layer, &batches, hidden);
     let received = batches.iter().map(|batch| batch.rows.len() / hidden).sum();
     let (rows, mut out): (Vec<&[f32]>, Vec<&mut [f32]>) =
         batches.into_iter().map(|batch| (batch.rows, batch.partials)).unzip();
     let assignments = grouped.assignments();
-    forward(layer.kind, &layer.experts, assignments, &rows, &mut out, workspace, Some(pool));
+    forward(layer.kind, &layer.experts, assignments, &rows, &mut out, workspace, Some(team));
     (received, assignments.rows.len())
 }
 

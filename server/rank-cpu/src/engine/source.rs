@@ -8,17 +8,18 @@ use std::time::Duration;
 
 use expertd_compute::experts::cpu::{Workspace, forward};
 use expertd_compute::gate::GateScratch;
+use expertd_compute::linalg::for_each_chunk;
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{
     ClientMemory, Failure, HostMemories, PhaseClock, StepEngine, StepFault, StepReport, setup_failure,
 };
+use expertd_shm::ThreadTeam;
 use expertd_tier::{SourceWire, TierShape};
 use expertd_types::{ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use rayon::prelude::*;
 
 use super::grouped::{GroupedRows, StepExperts};
 use super::phases::StepRows;
@@ -29,7 +30,7 @@ use crate::weights::RankLayer;
 /// The engine of the source rank.
 pub(super) struct SourceEngine {
     wire: SourceWire,
-    pool: rayon::ThreadPool,
+    team: ThreadTeam,
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
     /// The layers with the experts of all ranks, for steps of at least `stream_rows` rows.
@@ -54,10 +55,10 @@ pub(super) struct SourceEngine {
 impl SourceEngine {
     /// Joins the group whose wire is `wire`.
     pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, Failure> {
-        let EngineParts { pool, weights, all, row_counts } = parts;
+        let EngineParts { team, weights, all, row_counts } = parts;
         let wire = SourceWire::join(TierShape::of(&setup.shape), setup.generation, wire);
         let wire = wire.map_err(setup_failure)?;
-        let (spec, layers, threads) = (weights.spec, weights.layers, pool.current_num_threads());
+        let (spec, layers, threads) = (weights.spec, weights.layers, team.threads());
         let whole_layers = Arc::new(whole(all.into_iter().map(|share| share.layers)));
         let on_cpus = on_cpus(&layers, setup.rank);
         let slots = Slots::new(&whole_layers, &on_cpus, row_counts.clone(), setup.slot_bytes);
@@ -74,7 +75,7 @@ impl SourceEngine {
             memories: HostMemories::default(),
             spin: setup.spin,
             limit: setup.step_timeout,
-            pool,
+            team,
             layers,
             whole_layers,
             stream_rows: setup.stream_rows,
@@ -112,6 +113,7 @@ impl StepEngine for SourceEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
+        let _roused = self.team.rouse();
         let mut staging = staging;
         let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
         let (slot, sequence) = (Slot(step.slot), Sequence(step.sequence));
@@ -129,7 +131,7 @@ impl StepEngine for SourceEngine {
         step_rows.copy_in(staging.rows, rows);
         clock.end(Phase::CopyIn);
 
-        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.pool)?;
+        step_rows.route(layer, rows, k, &mut staging, &mut self.gate_scratch, &self.team)?;
         clock.end(Phase::Gate);
 
         let (index, is_split) = (step.layer as usize, !layer.is_whole);
@@ -154,10 +156,9 @@ impl StepEngine for SourceEngine {
             let sent = choices.map(|(&id, &weight)| experts.sent_id(id, weight));
             outgoing.ids.iter_mut().zip(sent).for_each(|(place, id)| *place = id);
             outgoing.weights.copy_from_slice(staging.weights);
-            let places = bytemuck::cast_slice_mut::<u16, bf16>(outgoing.rows).par_chunks_exact_mut(stride);
-            self.pool.install(|| {
-                let pairs = places.zip(rows.par_chunks_exact(hidden));
-                pairs.for_each(|(place, row)| place[..hidden].convert_from_f32_slice(row));
+            let places = bytemuck::cast_slice_mut::<u16, bf16>(outgoing.rows);
+            for_each_chunk(Some(&self.team), (places, stride), (rows, hidden), |place, row| {
+                place[..hidden].convert_from_f32_slice(row);
             });
             self.wire.send(slot, sequence);
         }
@@ -165,12 +166,12 @@ impl StepEngine for SourceEngine {
 
         if let Some(shared) = &layer.shared {
             let sigmoids = &mut self.sigmoids;
-            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.pool);
+            step_rows.compute_shared(shared, rows, shared_out, sigmoids, &mut self.workspace, &self.team);
         }
         self.grouped.fill_mixed(experts.local(), staging.ids, staging.weights, k);
         let assignments = self.grouped.assignments();
-        let (workspace, pool) = (&mut self.workspace, Some(&self.pool));
-        forward(layer.kind, &experts.experts, assignments, &[rows], &mut [out], workspace, pool);
+        let (workspace, team) = (&mut self.workspace, Some(&self.team));
+        forward(layer.kind, &experts.experts, assignments, &[rows], &mut [out], workspace, team);
         let expert_rows = assignments.rows.len();
         notice.experts_ended(step.sequence);
         clock.end(Phase::Experts);
@@ -182,9 +183,8 @@ impl StepEngine for SourceEngine {
             let stride = self.wire.shape().stride();
             for worker in 0..self.wire.shape().workers {
                 let sums = self.wire.sums(slot, sequence, worker, tokens).map_err(StepFault::engine)?;
-                let pairs = out.par_chunks_exact_mut(hidden).zip(sums.par_chunks_exact(stride));
-                self.pool.install(|| {
-                    pairs.for_each(|(out, sums)| out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum));
+                for_each_chunk(Some(&self.team), (out, hidden), (sums, stride), |out, sums| {
+                    out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
                 });
             }
         }

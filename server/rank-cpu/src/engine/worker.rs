@@ -5,15 +5,14 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use expertd_compute::experts::cpu::{Workspace, forward};
-use expertd_compute::linalg::AlignedBuffer;
+use expertd_compute::linalg::{AlignedBuffer, for_each_chunk};
 use expertd_ipc::control::RankSetup;
 use expertd_ipc::{ExpertsNotice, RankStaging, RowCounts, StepDescriptor};
 use expertd_rank::{PhaseClock, StepEngine, StepFault, StepReport};
-use expertd_shm::faults;
+use expertd_shm::{ThreadTeam, faults};
 use expertd_tier::{Arrival, TierShape, WireError, WorkerWire};
 use expertd_types::{Phase, Rank, Sequence, Slot};
 use half::slice::HalfFloatSliceExt;
-use rayon::prelude::*;
 use rustix::process::Signal;
 
 use super::grouped::GroupedRows;
@@ -23,7 +22,7 @@ use crate::weights::RankLayer;
 /// The engine of a rank beside the source.
 pub(super) struct WorkerEngine {
     wire: WorkerWire,
-    pool: rayon::ThreadPool,
+    team: ThreadTeam,
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
     /// `[max_tokens, hidden]`: the rows in f32.
@@ -42,9 +41,9 @@ pub(super) struct WorkerEngine {
 impl WorkerEngine {
     /// Joins the group whose wire is `wire`.
     pub(super) fn new(setup: &RankSetup, wire: OwnedFd, parts: EngineParts) -> Result<Self, WireError> {
-        let EngineParts { pool, weights, row_counts, .. } = parts;
+        let EngineParts { team, weights, row_counts, .. } = parts;
         let wire = WorkerWire::join(TierShape::of(&setup.shape), setup.generation, setup.rank, wire)?;
-        let (hidden, threads) = (setup.shape.hidden, pool.current_num_threads());
+        let (hidden, threads) = (setup.shape.hidden, team.threads());
         let elements = setup.shape.max_tokens_per_rank * hidden;
         Ok(WorkerEngine {
             hidden,
@@ -58,7 +57,7 @@ impl WorkerEngine {
             spin: setup.spin,
             limit: setup.step_timeout,
             wire,
-            pool,
+            team,
         })
     }
 }
@@ -93,24 +92,24 @@ impl StepEngine for WorkerEngine {
             return Ok(Some(StepReport { phases: clock.phases(), ..StepReport::default() }));
         }
 
+        let _roused = self.team.rouse();
         let stride = self.wire.shape().stride();
         let (incoming, sums) = self.wire.step(slot, sequence, tokens, k).map_err(StepFault::engine)?;
         let rows = &mut self.rows[..tokens * hidden];
-        self.pool.install(|| {
-            let pairs = rows.par_chunks_exact_mut(hidden).zip(incoming.rows.par_chunks_exact(stride));
-            pairs.for_each(|(row, sent)| sent[..hidden].convert_to_f32_slice(row));
+        for_each_chunk(Some(&self.team), (rows, hidden), (incoming.rows, stride), |row, sent| {
+            sent[..hidden].convert_to_f32_slice(row);
         });
         clock.end(Phase::CopyIn);
         inject_faults();
 
         self.grouped.fill_mixed((&layer.local, layer.mine.len()), incoming.ids, incoming.weights, k);
         let assignments = self.grouped.assignments();
-        let (workspace, pool) = (&mut self.workspace, Some(&self.pool));
+        let (workspace, team) = (&mut self.workspace, Some(&self.team));
         if stride == hidden {
-            forward(layer.kind, &layer.experts, assignments, &[rows], &mut [sums], workspace, pool);
+            forward(layer.kind, &layer.experts, assignments, &[rows], &mut [sums], workspace, team);
         } else {
             let out = &mut self.out[..tokens * hidden];
-            forward(layer.kind, &layer.experts, assignments, &[rows], &mut [out], workspace, pool);
+            forward(layer.kind, &layer.experts, assignments, &[rows], &mut [out], workspace, team);
             let pairs = sums.chunks_exact_mut(stride).zip(self.out.chunks_exact(hidden));
             pairs.for_each(|(sum, out)| sum[..hidden].copy_from_slice(out));
         }

@@ -9,15 +9,15 @@ mod routing;
 mod tests;
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-
-use rayon::prelude::*;
+use std::sync::{Arc, OnceLock};
 
 use self::routing::Routes;
 use crate::config::{ConfigError, EpConfig};
 use crate::error::EpError;
 use crate::exchange::{Exchange, ExchangeOptions, SlotState, WindowLayout, WindowShape};
 pub use crate::exchange::{ReceivedIter, ReceivedRows};
+use expertd_compute::linalg::for_each_chunk;
+use expertd_shm::ThreadTeam;
 use expertd_shm::region::SharedRegion;
 use expertd_types::{ExpertOwners, Rank, Sequence, Slot};
 
@@ -152,23 +152,24 @@ impl CpuGroup {
     }
 
     /// Pushes each row once to every rank that owns one of its experts, and signals all ranks. Never waits.
-    pub fn dispatch_send(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
+    pub fn dispatch_send(
+        &mut self,
+        slot: Slot,
+        rows: &[f32],
+        team: Option<&ThreadTeam>,
+    ) -> Result<(), EpError> {
         self.expect(slot, SlotState::Open)?;
         self.check_rows(slot, "rows", rows.len())?;
         let hidden = self.config.hidden;
         for (rank, route) in self.routes[slot.index()].routes().enumerate() {
             let out = &mut self.exchange.outgoing(slot, rank)?.rows[..route.tokens.len() * hidden];
-            let copy = |(out, tokens): (&mut [f32], &[u32])| {
+            let copy = |out: &mut [f32], tokens: &[u32]| {
                 for (out, &token) in out.chunks_exact_mut(hidden).zip(tokens) {
                     out.copy_from_slice(&rows[token as usize * hidden..][..hidden]);
                 }
             };
-            if out.len() > SPLIT_ABOVE {
-                let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
-                tasks.zip(route.tokens.par_chunks(ROWS_PER_TASK)).for_each(copy);
-            } else {
-                copy((out, route.tokens));
-            }
+            let team = team.filter(|_| out.len() > SPLIT_ABOVE);
+            for_each_chunk(team, (out, ROWS_PER_TASK * hidden), (route.tokens, ROWS_PER_TASK), copy);
         }
         Ok(self.exchange.send_dispatch(slot)?)
     }
@@ -191,24 +192,29 @@ impl CpuGroup {
 
     /// Waits until every rank's partial rows have arrived, and writes each token's sum over ranks to `out`, added in f32 in
     /// ascending order of ranks. A token without experts gets zeros. Ends the exchange.
-    pub fn combine_wait(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
+    pub fn combine_wait(
+        &mut self,
+        slot: Slot,
+        out: &mut [f32],
+        team: Option<&ThreadTeam>,
+    ) -> Result<(), EpError> {
         self.expect(slot, SlotState::Returning)?;
         self.check_rows(slot, "out", out.len())?;
         self.exchange.wait_combine(slot)?;
         let hidden = self.config.hidden;
         let routes = &self.routes[slot.index()];
-        let reduce = |(out, rows): (&mut [f32], &[u32])| {
+        let failure = OnceLock::new();
+        let reduce = |out: &mut [f32], rows: &[u32]| {
             for (out, rows) in out.chunks_exact_mut(hidden).zip(rows.chunks_exact(self.config.ranks)) {
-                self.reduce(slot, rows, out)?;
+                if let Err(error) = self.reduce(slot, rows, out) {
+                    let _ = failure.set(error);
+                }
             }
-            Ok::<_, EpError>(())
         };
-        if out.len() > SPLIT_ABOVE {
-            let tasks = out.par_chunks_mut(ROWS_PER_TASK * hidden);
-            tasks.zip(routes.rows().par_chunks(ROWS_PER_TASK * self.config.ranks)).try_for_each(reduce)?;
-        } else {
-            reduce((out, routes.rows()))?;
-        }
+        let team = team.filter(|_| out.len() > SPLIT_ABOVE);
+        let rows_per_task = ROWS_PER_TASK * self.config.ranks;
+        for_each_chunk(team, (out, ROWS_PER_TASK * hidden), (routes.rows(), rows_per_task), reduce);
+        failure.into_inner().map_or(Ok(()), Err)?;
         Ok(self.exchange.finish(slot)?)
     }
 
@@ -219,15 +225,15 @@ impl CpuGroup {
     }
 
     /// Calls [`dispatch_send`](Self::dispatch_send), then [`dispatch_wait`](Self::dispatch_wait).
-    pub fn dispatch(&mut self, slot: Slot, rows: &[f32]) -> Result<(), EpError> {
-        self.dispatch_send(slot, rows)?;
+    pub fn dispatch(&mut self, slot: Slot, rows: &[f32], team: Option<&ThreadTeam>) -> Result<(), EpError> {
+        self.dispatch_send(slot, rows, team)?;
         self.dispatch_wait(slot)
     }
 
     /// Calls [`combine_send`](Self::combine_send), then [`combine_wait`](Self::combine_wait).
-    pub fn combine(&mut self, slot: Slot, out: &mut [f32]) -> Result<(), EpError> {
+    pub fn combine(&mut self, slot: Slot, out: &mut [f32], team: Option<&ThreadTeam>) -> Result<(), EpError> {
         self.combine_send(slot)?;
-        self.combine_wait(slot, out)
+        self.combine_wait(slot, out, team)
     }
 }
 

@@ -7,7 +7,7 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use rayon::ThreadPool;
+use expertd_shm::ThreadTeam;
 
 use super::segments::Segments;
 use super::workspace::ExpertPart;
@@ -26,8 +26,8 @@ use expertd_model::WeightOn;
 /// assignment with weight zero adds zeros, also to a row that is not finite. Sums run in f32 over experts in ascending
 /// order, so equal calls give equal bits on any number of threads.
 ///
-/// All experts must have the same shape. Runs on `pool`, or on the calling thread if there is none, and does not
-/// allocate. (A pool built with `use_current_thread` avoids waking another thread.)
+/// All experts must have the same shape. Runs on `team`, or on the calling thread if there is none, and does not
+/// allocate.
 ///
 /// # Panics
 /// If lengths do not match, a row number is out of range, or the workspace is too small.
@@ -38,7 +38,7 @@ pub fn forward<E: Borrow<CpuExpert> + Sync>(
     rows: &[&[f32]],
     out: &mut [&mut [f32]],
     workspace: &mut Workspace,
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
 ) {
     let Assignments { offsets, rows: numbers, weights } = assignments;
     assert_eq!(
@@ -60,7 +60,7 @@ pub fn forward<E: Borrow<CpuExpert> + Sync>(
     let hidden = first.borrow().hidden();
     let rows = Segments::of(rows, hidden);
     let call = Call { kind, experts, offsets, numbers: Some(numbers), weights: Some(weights), rows, hidden };
-    call.run(out, workspace, pool);
+    call.run(out, workspace, team);
 }
 
 /// Runs one expert over all rows, as shared experts are run: `out[r] = weights[r] * expert(rows[r])`, with weight 1 if
@@ -75,7 +75,7 @@ pub fn forward_one(
     rows: &[f32],
     out: &mut [f32],
     workspace: &mut Workspace,
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
 ) {
     let hidden = expert.hidden();
     let rows = Segments::of(&[rows], hidden);
@@ -83,7 +83,7 @@ pub fn forward_one(
     let offsets = [0, u32::try_from(rows.rows()).expect("the number of rows fits in 32 bits")];
     let experts = std::slice::from_ref(expert);
     let call = Call { kind, experts, offsets: &offsets, numbers: None, weights, rows, hidden };
-    call.run(&mut [out], workspace, pool);
+    call.run(&mut [out], workspace, team);
 }
 
 /// The products of an expert.
@@ -106,7 +106,7 @@ struct Call<'a, E> {
 }
 
 impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
-    fn run(&self, out: &mut [&mut [f32]], workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+    fn run(&self, out: &mut [&mut [f32]], workspace: &mut Workspace, team: Option<&ThreadTeam>) {
         let first = self.expert(0);
         let shape = (first.hidden(), first.intermediate(), first.level());
         assert!(
@@ -131,12 +131,12 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
             if workspace.parts.is_empty() && !fresh {
                 break;
             }
-            self.pack(workspace, pool);
+            self.pack(workspace, team);
             self.fix(workspace, Projection::GateUp);
-            self.gate_up(workspace, pool);
-            self.quantise(workspace, pool);
+            self.gate_up(workspace, team);
+            self.quantise(workspace, team);
             self.fix(workspace, Projection::Down);
-            self.down(&out, fresh, workspace, pool);
+            self.down(&out, fresh, workspace, team);
             fresh = false;
         }
     }
@@ -160,9 +160,9 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         }
     }
 
-    fn pack(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+    fn pack(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
         let Workspace { x, parts, sums, .. } = workspace;
-        for_each_tile(parts, padded(self.hidden), x, sums, pool, |part, tile, packed| {
+        for_each_tile(parts, padded(self.hidden), x, sums, team, |part, tile, packed| {
             for r in 0..tile.rows {
                 let assignment = part.first + tile.start + r;
                 let weight = self.weights.map_or(1.0, |weights| weights[assignment]);
@@ -198,23 +198,24 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
     }
 
     /// Quantises the inputs of the down projections if the kind says so.
-    fn quantise(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+    fn quantise(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
         let Some(scales) = self.kind.fp8_rows else { return };
         let Workspace { h, parts, sums, .. } = workspace;
-        for_each_tile(parts, padded(self.expert(0).intermediate()), h, sums, pool, |_, tile, packed| {
+        for_each_tile(parts, padded(self.expert(0).intermediate()), h, sums, team, |_, tile, packed| {
             for r in 0..tile.rows {
                 quantise_row(packed, tile.rows, r, scales, 1.0);
             }
         });
     }
 
-    fn gate_up(&self, workspace: &mut Workspace, pool: Option<&ThreadPool>) {
+    fn gate_up(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
         let Workspace { x, x_scales, h, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.expert(0).gate_up.panels());
         let padded = padded(self.expert(0).intermediate());
         let (x, h) = (&x[..], DisjointSlice::new(h));
-        let queue = WorkQueue::new(parts.len() * panels);
-        run_parallel(pool, sums, |sums| {
+        let items = parts.len() * panels;
+        let queue = WorkQueue::new(items);
+        run_parallel(team, items, sums, |sums| {
             for (item, next) in queue.iter() {
                 let (part, panel) = (&parts[item / panels], item % panels);
                 let expert = self.expert(part.expert);
@@ -239,15 +240,16 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         out: &Segments<DisjointSlice<'_, f32>>,
         fresh: bool,
         workspace: &mut Workspace,
-        pool: Option<&ThreadPool>,
+        team: Option<&ThreadTeam>,
     ) {
         let Workspace { h, h_scales, parts, sums, .. } = workspace;
         let (level, panels) = (self.level(), self.expert(0).down.panels());
         let width = level.panel_width();
         let h = &h[..];
         let per_item = panels_per_item(parts, panels, sums.len(), level);
-        let queue = WorkQueue::new(panels.div_ceil(per_item));
-        run_parallel(pool, sums, |sums| {
+        let items = panels.div_ceil(per_item);
+        let queue = WorkQueue::new(items);
+        run_parallel(team, items, sums, |sums| {
             for (item, _) in queue.iter() {
                 let mine = item * per_item..panels.min((item + 1) * per_item);
                 let columns = mine.start * width..self.hidden.min(mine.end * width);
@@ -339,15 +341,15 @@ fn for_each_tile(
     k: usize,
     buffer: &mut [f32],
     threads: &mut [AlignedBuffer<f32>],
-    pool: Option<&ThreadPool>,
+    team: Option<&ThreadTeam>,
     each: impl Fn(&ExpertPart, RowTile, &mut [f32]) + Sync,
 ) {
     let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
     let buffer = DisjointSlice::new(buffer);
     let queue = WorkQueue::new(tiles);
     // The work of few tiles takes less time than waking threads.
-    let pool = pool.filter(|_| tiles > 4);
-    run_parallel(pool, threads, |_| {
+    let team = team.filter(|_| tiles > 4);
+    run_parallel(team, tiles, threads, |_| {
         for (item, _) in queue.iter() {
             let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
             let tile = part.tiling.tile(item - part.tiles);

@@ -180,12 +180,12 @@ fn run(
     let intermediate = experts[0].pack(SimdLevel::Portable).intermediate();
     let x = random_rows(rng, rows * hidden);
     let want = routing.reference(kind, experts, &x, hidden);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let team = expertd_shm::ThreadTeam::start("team", 2, std::time::Duration::ZERO).unwrap();
     let mut all = Vec::new();
     for level in levels() {
         let packed: Vec<CpuExpert> = experts.iter().map(|expert| expert.pack(level)).collect();
         let mut first: Option<Vec<u32>> = None;
-        for (threads, pool) in [(1, None), (3, Some(&pool))] {
+        for (threads, team) in [(1, None), (3, Some(&team))] {
             let size = WorkspaceSize { hidden, intermediate, assignments: routing.rows.len(), threads };
             let mut workspace = Workspace::new(size);
             workspace.chunk = chunk.unwrap_or(workspace.chunk).min(workspace.chunk);
@@ -195,7 +195,7 @@ fn run(
             // Input and output are divided at different rows.
             let (a, b) = x.split_at(rng.random_range(0..=rows) * hidden);
             let (c, d) = out.split_at_mut(rng.random_range(0..=rows) * hidden);
-            forward(kind, &packed, routing.assignments(), &[a, &[], b], &mut [c, d], &mut workspace, pool);
+            forward(kind, &packed, routing.assignments(), &[a, &[], b], &mut [c, d], &mut workspace, team);
             all.append(&mut errors(&out, &want, hidden));
             let bits: Vec<u32> = out.iter().map(|x| x.to_bits()).collect();
             assert!(first.as_ref().is_none_or(|first| *first == bits), "threads change the bits");

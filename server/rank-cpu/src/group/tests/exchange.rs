@@ -40,7 +40,7 @@ fn run_rank(group: &mut CpuGroup, steps: &[Step], order: Order, delays: &mut Cha
             delay();
             group.prepare(slot(i), routing(step, me)).expect("prepare");
             delay();
-            group.dispatch_send(slot(i), &tokens.rows).expect("send");
+            group.dispatch_send(slot(i), &tokens.rows, None).expect("send");
             if !matches!(order, Order::Split) {
                 group.dispatch_wait(slot(i)).expect("dispatch");
             }
@@ -55,13 +55,13 @@ fn run_rank(group: &mut CpuGroup, steps: &[Step], order: Order, delays: &mut Cha
             if matches!(order, Order::Split) {
                 group.combine_send(slot(i)).expect("send");
             } else {
-                group.combine(slot(i), &mut outs[i]).expect("combine");
+                group.combine(slot(i), &mut outs[i], None).expect("combine");
             }
         }
         if matches!(order, Order::Split) {
             for (i, out) in outs.iter_mut().enumerate() {
                 delay();
-                group.combine_wait(slot(i), out).expect("combine");
+                group.combine_wait(slot(i), out, None).expect("combine");
             }
         }
         outputs.append(&mut outs);
@@ -222,7 +222,8 @@ fn a_late_writer_of_an_old_generation_does_not_disturb_the_next() {
     thread::scope(|s| {
         // The late rank wakes up while the next generation runs, and continues its exchange.
         s.spawn(move || {
-            late.dispatch_send(Slot(0), &stale.ranks[1].rows).expect("its own windows are still mapped");
+            late.dispatch_send(Slot(0), &stale.ranks[1].rows, None)
+                .expect("its own windows are still mapped");
             drop((late, old));
         });
         let outputs = run_group(groups, &steps, Order::Interleaved, 1);

@@ -46,10 +46,10 @@ fn a_peer_missing_in_combine_is_named() {
     let step = no_tokens(2);
     for group in [&mut absent, &mut present] {
         group.prepare(Slot(0), routing(&step, 0)).expect("idle");
-        group.dispatch_send(Slot(0), &[]).expect("open");
+        group.dispatch_send(Slot(0), &[], None).expect("open");
     }
     present.dispatch_wait(Slot(0)).expect("both sent");
-    let error = present.combine(Slot(0), &mut []).expect_err("rank 1 never combines");
+    let error = present.combine(Slot(0), &mut [], None).expect_err("rank 1 never combines");
     let expected = "combine of exchange 1 waited 200ms for rank(s) 1";
     assert_eq!(error.to_string(), expected);
 }
@@ -67,7 +67,7 @@ fn a_rank_that_leaves_during_an_exchange_stops_its_peers() {
                 .collect();
             let step = no_tokens(3);
             leaver.prepare(Slot(0), routing(&step, 0)).expect("idle");
-            leaver.dispatch(Slot(0), &[]).expect("all arrive");
+            leaver.dispatch(Slot(0), &[], None).expect("all arrive");
             if abort {
                 leaver.abort();
                 assert!(leaver.combine_send(Slot(0)).is_err());
@@ -95,7 +95,7 @@ fn ranks_that_run_different_steps_get_an_error() {
             weights: &[],
         };
         group.prepare(Slot(0), routing).expect("idle");
-        group.dispatch_send(Slot(0), &[]).expect("open");
+        group.dispatch_send(Slot(0), &[], None).expect("open");
     }
     let error = groups[0].dispatch_wait(Slot(0)).expect_err("k differs");
     assert!(
@@ -109,7 +109,7 @@ fn ranks_that_run_different_steps_get_an_error() {
     for (group, slots) in groups.iter_mut().zip([&[0][..], &[1, 0]]) {
         for &slot in slots {
             group.prepare(Slot(slot), routing(&step, 0)).expect("idle");
-            group.dispatch_send(Slot(slot), &[]).expect("open");
+            group.dispatch_send(Slot(slot), &[], None).expect("open");
         }
     }
     let error = groups[0].dispatch_wait(Slot(0)).expect_err("ahead");

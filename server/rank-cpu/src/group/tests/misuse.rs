@@ -25,11 +25,11 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
         let slot = Slot(0);
         let calls: [Call<'_>; 6] = [
             &|g| g.prepare(slot, routing(&step, 0)).map(drop),
-            &|g| g.dispatch_send(slot, &tokens.rows),
+            &|g| g.dispatch_send(slot, &tokens.rows, None),
             &|g| g.dispatch_wait(slot),
             &|g| g.received(slot).map(drop),
             &|g| g.combine_send(slot),
-            &|g| g.combine_wait(slot, &mut [0.0; 5]),
+            &|g| g.combine_wait(slot, &mut [0.0; 5], None),
         ];
         for (i, call) in calls.iter().enumerate() {
             // `received` may be called repeatedly, and `combine_send` is due at the same time.
@@ -47,8 +47,11 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
         refuse(&mut group, 0);
         group.prepare(Slot(0), routing(&step, 0)).expect("due");
         refuse(&mut group, 1);
-        assert!(matches!(group.dispatch_send(Slot(0), &[0.0; 4]), Err(EpError::Length { what: "rows", .. })));
-        group.dispatch_send(Slot(0), &tokens.rows).expect("due");
+        assert!(matches!(
+            group.dispatch_send(Slot(0), &[0.0; 4], None),
+            Err(EpError::Length { what: "rows", .. })
+        ));
+        group.dispatch_send(Slot(0), &tokens.rows, None).expect("due");
         refuse(&mut group, 2);
         group.dispatch_wait(Slot(0)).expect("due");
         refuse(&mut group, 3);
@@ -56,10 +59,10 @@ fn calls_out_of_order_are_errors_that_change_nothing() {
         group.combine_send(Slot(0)).expect("due");
         refuse(&mut group, 5);
         assert!(matches!(
-            group.combine_wait(Slot(0), &mut [0.0; 6]),
+            group.combine_wait(Slot(0), &mut [0.0; 6], None),
             Err(EpError::Length { what: "out", .. })
         ));
-        group.combine_wait(Slot(0), &mut out).expect("due");
+        group.combine_wait(Slot(0), &mut out, None).expect("due");
         assert_eq!(out.as_slice(), reference(&step, 0, 5));
     }
     let error = group.prepare(Slot(2), routing(&step, 0)).expect_err("no such slot");

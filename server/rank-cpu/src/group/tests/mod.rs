@@ -138,6 +138,6 @@ fn no_tokens(ranks: usize) -> Step {
 fn empty_exchange(group: &mut CpuGroup, slot: Slot) -> Result<(), EpError> {
     let step = no_tokens(1);
     group.prepare(slot, routing(&step, 0))?;
-    group.dispatch(slot, &[])?;
-    group.combine(slot, &mut [])
+    group.dispatch(slot, &[], None)?;
+    group.combine(slot, &mut [], None)
 }

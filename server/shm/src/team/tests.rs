@@ -1,0 +1,124 @@
+use std::collections::BTreeSet;
+
+use super::*;
+
+/// Teams of one thread, of helpers that spin between turns, and of helpers at rest.
+fn teams() -> Vec<ThreadTeam> {
+    let all = [(1, false), (2, false), (2, true), (5, false), (5, true)];
+    let start = |(threads, at_rest)| {
+        let team = ThreadTeam::start("team", threads, Duration::from_micros(200)).expect("threads start");
+        if at_rest {
+            drop(team.rouse());
+        }
+        team
+    };
+    all.map(start).into_iter().collect()
+}
+
+/// Takes the numbers below `count` from a queue, on the threads of the team, and returns those that each thread took.
+fn taken(team: &ThreadTeam, threads: usize, count: usize) -> Vec<Vec<usize>> {
+    let next = AtomicUsize::new(0);
+    let taken: Vec<Mutex<Vec<usize>>> = (0..team.threads()).map(|_| Mutex::default()).collect();
+    team.run(threads, &|thread| {
+        let mut mine = taken[thread].try_lock().expect("a number belongs to one call");
+        let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&item| item < count);
+        mine.extend(std::iter::from_fn(take));
+    });
+    taken.into_iter().map(|taken| taken.into_inner().expect("no panic")).collect()
+}
+
+#[test]
+fn every_item_is_taken_once_and_seen_by_the_caller() {
+    for team in teams() {
+        for round in 0..300 {
+            let count = [0, 1, 2, 7, 500][round % 5];
+            let all: Vec<usize> = taken(&team, 1 + round % 6, count).into_iter().flatten().collect();
+            assert_eq!(all.len(), count);
+            assert_eq!(all.into_iter().collect::<BTreeSet<_>>(), (0..count).collect());
+            if round % 60 == 0 {
+                // The helpers' time to spin passes.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+#[test]
+fn helpers_work_beside_the_caller() {
+    for team in teams() {
+        // A call waits until all threads have begun, however late they are.
+        let (begun, threads) = (AtomicUsize::new(0), team.threads());
+        team.run(threads, &|_| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            while begun.load(Ordering::Relaxed) < threads {
+                std::thread::yield_now();
+            }
+        });
+        assert_eq!(begun.into_inner(), threads);
+    }
+}
+
+#[test]
+fn a_team_of_one_thread_needs_no_helper() {
+    let team = ThreadTeam::start("team", 1, Duration::ZERO).expect("no thread to start");
+    let _roused = team.rouse();
+    assert_eq!(taken(&team, 8, 3), [[0, 1, 2]]);
+}
+
+#[test]
+fn rousing_and_resting_at_any_time_lose_no_turn() {
+    for team in teams() {
+        for round in 0..200 {
+            let roused = (round % 3 != 0).then(|| team.rouse());
+            if round % 5 == 0 {
+                drop(team.rouse());
+            }
+            for _ in 0..round % 4 {
+                assert_eq!(taken(&team, team.threads(), 20).into_iter().flatten().sum::<usize>(), 190);
+            }
+            drop(roused);
+        }
+    }
+}
+
+#[test]
+fn a_panic_reaches_the_caller_and_the_team_goes_on() {
+    for team in teams() {
+        for culprit in [0, team.threads() - 1] {
+            // The last helper may come late to a turn, and then its call is left out.
+            let panicked = (0..1000).any(|_| {
+                let begun = AtomicUsize::new(0);
+                let end = catch_unwind(AssertUnwindSafe(|| {
+                    team.run(team.threads(), &|thread| {
+                        begun.fetch_add(1, Ordering::Relaxed);
+                        assert_ne!(thread, culprit, "on purpose");
+                        std::thread::sleep(Duration::from_micros(300));
+                    });
+                }));
+                end.is_err()
+            });
+            assert!(panicked, "{team:?}, thread {culprit}");
+            assert_eq!(taken(&team, team.threads(), 20).into_iter().flatten().count(), 20);
+        }
+    }
+}
+
+#[test]
+fn a_turn_within_a_turn_panics() {
+    // The team is reached through the thread, because a job cannot hold it.
+    thread_local! {
+        static TEAM: std::rc::Rc<ThreadTeam> =
+            std::rc::Rc::new(ThreadTeam::start("team", 2, Duration::ZERO).expect("a thread starts"));
+    }
+    let team = TEAM.with(std::rc::Rc::clone);
+    let nested = AtomicBool::new(false);
+    team.run(2, &|thread| {
+        if thread == 0 {
+            let inner = TEAM.with(std::rc::Rc::clone);
+            let end = catch_unwind(AssertUnwindSafe(|| inner.run(2, &|_| {})));
+            nested.store(end.is_err(), Ordering::Relaxed);
+        }
+    });
+    assert!(nested.load(Ordering::Relaxed));
+    assert_eq!(taken(&team, 2, 3).into_iter().flatten().count(), 3);
+}
