@@ -29,8 +29,8 @@ const PAIRS: usize = K_BLOCK / 2;
 /// Adds to `acc`, `[rows, P]`, the products of the rows with one panel of `matrix`.
 ///
 /// Each sum runs over the input features in ascending order, in parts of up to 2048 that are then added; its bits
-/// depend neither on threads nor on other panels. If there are several tiles, `next` is prefetched into the cache
-/// meanwhile.
+/// depend neither on threads nor on other panels. `next`, the weights that this thread reads after the panel (empty if there are
+/// none), is prefetched into the cache meanwhile: all of it if there are several tiles, otherwise its beginning.
 ///
 /// # Panics
 /// If `x`, its scales or `acc` have another length than the rows need.
@@ -56,11 +56,16 @@ pub(crate) fn multiply(
     let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
     let weights = matrix.panel_data(panel);
     let scales = &matrix.scales[..];
-    let (mut prefetch, prefetch_step) = match tiling.tiles() {
-        // The panel is read once and streams from memory: prefetch a little ahead, past its end into the next panel.
-        0 | 1 => (weights.as_ptr().wrapping_add(AHEAD), matrix.block_bytes() / PAIRS),
+    let ahead = AHEAD.div_ceil(matrix.block_bytes());
+    let (mut prefetch, prefetch_step, turn) = match tiling.tiles() {
+        // The panel is read once and streams from memory: prefetch a little ahead, at its end the beginning of the next panel.
+        0 | 1 => {
+            let turn = if next.is_empty() { blocks } else { blocks.saturating_sub(ahead) };
+            let ahead = ahead * matrix.block_bytes();
+            (weights.as_ptr().wrapping_add(ahead), matrix.block_bytes() / PAIRS, turn)
+        }
         // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
-        tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS)),
+        tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS), blocks),
     };
     let zeros = matrix.has_zeros();
     let fixed = fixed_kernel(matrix.level, matrix.format, zeros).filter(|_| !x_scales.is_empty());
@@ -88,6 +93,8 @@ pub(crate) fn multiply(
             acc: wide.as_mut_ptr().cast(),
             prefetch,
             prefetch_step,
+            prefetch_turn: turn.checked_sub(first).unwrap_or(usize::MAX),
+            prefetch_next: next.as_ptr(),
         };
         let mut format = matrix.format;
         if let Some(widen) = widen {
@@ -109,7 +116,10 @@ pub(crate) fn multiply(
             // SAFETY: the level is supported; weights, x, its scales and acc have the lengths that `KernelArgs` asks for; a
             // matrix that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
             unsafe { kernel(&arguments) };
-            prefetch = prefetch.wrapping_add(blocks * PAIRS * prefetch_step);
+            prefetch = match turn.checked_sub(first).filter(|turn| *turn < blocks) {
+                Some(turn) => next.as_ptr().wrapping_add((blocks - turn) * matrix.block_bytes()),
+                None => prefetch.wrapping_add(blocks * PAIRS * prefetch_step),
+            };
         }
     }
 }

@@ -250,7 +250,7 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         let items = panels.div_ceil(per_item);
         let queue = WorkQueue::new(items);
         run_parallel(team, items, sums, |sums| {
-            for (item, _) in queue.iter() {
+            for (item, next_item) in queue.iter() {
                 let mine = item * per_item..panels.min((item + 1) * per_item);
                 let columns = mine.start * width..self.hidden.min(mine.end * width);
                 if fresh {
@@ -266,8 +266,12 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
                         let next = if panel + 1 < mine.end {
                             expert.down.panel_data(panel + 1)
                         } else {
-                            let next = parts.get(i + 1);
-                            next.map_or(&[][..], |next| self.expert(next.expert).down.panel_data(mine.start))
+                            // The next expert's first panel of this item, or the first expert's of the next item.
+                            let of_next_item = || Some((parts.first()?, next_item? * per_item));
+                            let next = parts.get(i + 1).map(|next| (next, mine.start)).or_else(of_next_item);
+                            next.map_or(&[][..], |(next, panel)| {
+                                self.expert(next.expert).down.panel_data(panel)
+                            })
                         };
                         let sums = &mut sums[..part.rows * width];
                         start_sums(sums, panel, level, &expert.down_bias, self.output_weights(part));

@@ -250,7 +250,10 @@ macro_rules! vector_kernels {
             unsafe {
                 let mut acc = [[[$zero(); 2]; R]; S];
                 let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
-                for _ in 0..args.blocks {
+                for number in 0..args.blocks {
+                    if number == args.prefetch_turn {
+                        prefetch = args.prefetch_next;
+                    }
                     for pair in 0..K_BLOCK / 2 {
                         for line in 0..F::BLOCK.div_ceil(K_BLOCK / 2 * 64) {
                             _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(line * 64).cast());
@@ -335,7 +338,10 @@ macro_rules! vector_kernels {
                 let octets = K_BLOCK / OCTET / groups;
                 let (mut block, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
                 let (mut scales, mut scale_left) = (args.scales, args.scale_left);
-                for _ in 0..args.blocks {
+                for number in 0..args.blocks {
+                    if number == args.prefetch_turn {
+                        prefetch = args.prefetch_next;
+                    }
                     if scale_left == 0 {
                         scales = scales.wrapping_add(P);
                         scale_left = args.scale_blocks;
