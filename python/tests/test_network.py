@@ -100,6 +100,6 @@ def test_programs_end_in_order(started, how, tmp_path):
     it = started("mixtral", "network")
     for _ in range(5):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, it.service.address, how], capture_output=True, text=True, timeout=120, cwd=tmp_path
+            [sys.executable, "-c", PROGRAM, it.service.address, how], capture_output=True, text=True, timeout=300, cwd=tmp_path
         )
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

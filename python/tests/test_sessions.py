@@ -18,7 +18,8 @@ import expertd
 def test_a_session_is_opened_again_when_the_service_is_back(tmp_path):
     settings = {"ranks": 1, "session_listen": f"unix:{tmp_path}/session.sock"}
     with expertd.serve(recorded("mixtral"), **settings) as service:
-        client = service.client(session="host")
+        # On a busy machine the service needs longer to be back than a client waits by default.
+        client = service.client(session="host", retry=expertd.RetryPolicy(max_attempts=10_000, max_elapsed=300))
         model = client.model()
         layer = model.moe_layers[0].layer
         rows = seed.rng().standard_normal((3, model.hidden)).astype(np.float32)

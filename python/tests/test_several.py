@@ -72,10 +72,10 @@ def test_callers_do_not_see_that_a_replica_died(checkpoint, expected):
         services = serve_all(stack, checkpoint, ["0-3", "2-5", "0-5"])
         client = stack.enter_context(expertd.Client([service.address for service in services]))
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            calls = [pool.submit(client.forward, i % LAYERS, rows, timeout=30) for i in range(100)]
+            calls = [pool.submit(client.forward, i % LAYERS, rows, timeout=120) for i in range(100)]
             calls[20].result()
             services[2].process.kill()
-            calls += [pool.submit(client.forward, i % LAYERS, rows, timeout=30) for i in range(100)]
+            calls += [pool.submit(client.forward, i % LAYERS, rows, timeout=120) for i in range(100)]
             for i, call in enumerate(calls):
                 assert worst_row(call.result().rows, answers[i % 100 % LAYERS]) < 1e-5
 

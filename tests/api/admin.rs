@@ -51,7 +51,7 @@ async fn health_follows_the_state() {
         ] {
             fake.set_state(state);
             let seen = async { while watch.message().await.unwrap().unwrap().status() != expected {} };
-            tokio::time::timeout(Duration::from_secs(5), seen).await.expect("watchers must be notified");
+            tokio::time::timeout(PATIENCE, seen).await.expect("watchers must be notified");
             let now = health.check(named("expertd.v1.Moe")).await.unwrap().into_inner().status();
             assert_eq!(now, expected);
             let alive = health.check(named("")).await.unwrap().into_inner().status();

@@ -20,17 +20,17 @@ use tower::ServiceExt as _;
 
 use crate::backend::{self, Fake, limits};
 use crate::harness::{
-    FORWARD, Service, eventually, prefix, random_rows, raw_call, raw_status, request, rows_of,
+    FORWARD, PATIENCE, Service, eventually, pass, prefix, random_rows, raw_call, raw_status, request, rows_of,
 };
 
 const HIDDEN: usize = 1024;
 const MAX_TOKENS: usize = 256;
 
-/// Short, but long enough for honest messages on a busy machine.
+/// Short, but long enough for honest messages on a machine that pauses for ten seconds.
 fn impatient() -> ConnectionTimeouts {
     ConnectionTimeouts {
-        silent: Duration::from_secs(2),
-        stalled: Duration::from_secs(4),
+        silent: Duration::from_secs(12),
+        stalled: Duration::from_secs(12),
         min_bytes_per_second: 64 << 20,
         ..ConnectionTimeouts::default()
     }
@@ -48,7 +48,9 @@ fn framed(request: &ForwardRequest) -> Bytes {
 #[tokio::test]
 async fn garbage_on_the_port_does_not_affect_others() {
     let fake = Fake::new(HIDDEN, limits(HIDDEN, MAX_TOKENS));
-    let service = Service::start(&fake).await;
+    // Connections do not end because they make no call.
+    let timeouts = ConnectionTimeouts { silent: 10 * PATIENCE, ..ConnectionTimeouts::default() };
+    let service = Service::start_with(&fake, timeouts).await;
     let client = service.client().await;
     let mut rng = expertd_test_seed::rng();
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -76,10 +78,8 @@ async fn garbage_on_the_port_does_not_affect_others() {
                 socket.read_to_end(&mut Vec::new()).await
             }
         };
-        // The connection must end soon, with or without an error.
-        let _ = tokio::time::timeout(Duration::from_secs(5), send)
-            .await
-            .expect("the server must close the connection");
+        // The connection must end, with or without an error.
+        let _ = tokio::time::timeout(PATIENCE, send).await.expect("the server must close the connection");
         let good = request(backend::ECHO, 2, HIDDEN);
         assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
     }
@@ -202,9 +202,9 @@ async fn slow_readers_hold_bounded_memory_and_are_disconnected() {
     assert!(refused >= 36, "only {refused} of 40 calls were refused");
     // The connection is closed although nothing is read, and what it held is released.
     assert!(!unread.is_empty());
-    tokio::time::sleep(2 * impatient().stalled).await;
+    pass(impatient().stalled + Duration::from_secs(3)).await;
     for response in unread {
-        let body = tokio::time::timeout(Duration::from_secs(10), response.into_body().collect()).await;
+        let body = tokio::time::timeout(PATIENCE, response.into_body().collect()).await;
         assert!(body.expect("the connection must be closed").is_err());
     }
     let all = request(backend::ECHO, MAX_TOKENS, HIDDEN);
@@ -232,15 +232,14 @@ async fn slow_writers_hold_bounded_memory_and_are_disconnected() {
             tokio::spawn(slow.clone().oneshot(raw_call(FORWARD, tonic::body::Body::new(body))))
         })
         .collect();
-    tokio::time::sleep(Duration::from_millis(150)).await;
+    pass(Duration::from_millis(160)).await;
     let client = service.client().await;
     for _ in 0..20 {
         let good = request(backend::ECHO, 16, HIDDEN);
         assert_eq!(client.forward(good.clone(), None).await.unwrap().rows, rows_of(&good));
     }
     for call in calls {
-        let ended =
-            tokio::time::timeout(Duration::from_secs(60), call).await.expect("stalled calls must be ended");
+        let ended = tokio::time::timeout(PATIENCE, call).await.expect("stalled calls must be ended");
         if let Ok(response) = ended.unwrap() {
             let status = tonic::Status::from_header_map(response.headers()).unwrap();
             assert_ne!(status.code(), Code::Ok);
@@ -260,7 +259,7 @@ async fn a_message_without_room_ends_its_stream_after_the_answers() {
     }
     eventually("one request is held", || fake.held() == 1).await;
     // The message that waits for room is refused, and gives back what it held.
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    pass(Duration::from_secs(1)).await;
     assert_eq!(fake.held(), 1);
     fake.release();
     let (id, answer) = receiver.next().await.unwrap().unwrap();
@@ -282,10 +281,10 @@ async fn silent_connections_and_those_above_the_limit_are_closed() {
         silent.push(TcpStream::connect(&service.tcp).await.unwrap());
     }
     let mut above = TcpStream::connect(&service.tcp).await.unwrap();
-    let read = tokio::time::timeout(Duration::from_secs(60), above.read(&mut [0; 16])).await;
+    let read = tokio::time::timeout(PATIENCE, above.read(&mut [0; 16])).await;
     assert!(matches!(read.expect("the connection must be closed at once"), Ok(0) | Err(_)));
     for mut socket in silent {
-        let read = tokio::time::timeout(Duration::from_secs(60), socket.read_to_end(&mut Vec::new())).await;
+        let read = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut Vec::new())).await;
         read.expect("silent connections must be closed").ok();
     }
     // Closed connections no longer count towards the limit.

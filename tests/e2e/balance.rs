@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::service::load::{Rows, check};
-use crate::service::{Service, eventually, fixture, golden, send, serve_to_the_end};
+use crate::service::{PATIENT, Service, eventually, fixture, golden, send, serve_to_the_end};
 
 const FAMILY: &str = "qwen3_moe";
 /// Rows of a request.
@@ -39,7 +39,8 @@ pub(crate) fn routed(request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) ->
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_are_counted_for_each_expert_over_generations() {
-    let service = Service::start(FAMILY, 2, &["--max-tokens-per-step", "8"]);
+    let flags = [&["--max-tokens-per-step", "8"], &PATIENT[..]].concat();
+    let service = Service::start(FAMILY, 2, &flags);
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 1, ROWS);
     let layer = rows.layers()[0];
@@ -64,7 +65,7 @@ async fn rows_are_counted_for_each_expert_over_generations() {
     // The counts outlive a generation.
     let ranks = service.ranks();
     send(ranks[0], Signal::KILL);
-    eventually(Duration::from_secs(60), "new ranks", || {
+    eventually(Duration::from_secs(120), "new ranks", || {
         let now = service.ranks();
         now.len() == 2 && now.iter().all(|rank| !ranks.contains(rank))
     });

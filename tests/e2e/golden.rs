@@ -94,6 +94,7 @@ async fn every_answer_under_load_is_right_over_a_unix_socket_too() {
     let service = Service::start("qwen2_moe", 3, &["--listen", &socket]);
     let load = Load::start(&socket, &golden("qwen2_moe"), 64).await;
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    load.goes_on(50).await;
     let calls = load.stop().await;
     let failed = calls.iter().find_map(|call| call.result.as_ref().err());
     assert!(failed.is_none(), "{failed:?}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::service;
 use crate::service::load::{Rows, check};
-use crate::service::{Service, fixture, golden, send};
+use crate::service::{PATIENT, Service, fixture, golden, send};
 use expertd_client::Client;
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{DrainRequest, ForwardRequest, ForwardResponse, GetStatusRequest, GetStatusResponse};
@@ -20,7 +20,7 @@ const FAMILY: &str = "qwen3_moe";
 /// Number of rows of a step in these tests.
 const STEP: usize = 32;
 /// Time limit of every wait, far longer than any of them takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(180);
 
 type Answer = JoinHandle<Result<ForwardResponse, Status>>;
 
@@ -172,7 +172,7 @@ async fn weights_outlive_ranks_and_files() {
         let file = file.unwrap().path();
         std::fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
     }
-    let service = Service::start_checkpoint(folder.path(), 2, &[], &[]);
+    let service = Service::start_checkpoint(folder.path(), 2, &PATIENT, &[]);
     for file in std::fs::read_dir(folder.path()).unwrap() {
         std::fs::remove_file(file.unwrap().path()).unwrap();
     }
@@ -202,7 +202,8 @@ async fn ranks_that_never_last_end_the_service_with_70() {
         })
     };
     let mut service = service;
-    let status = service.wait(PATIENCE);
+    // Ten generations at most, and up to five seconds between two of them.
+    let status = service.wait(2 * PATIENCE);
     killing.store(false, Ordering::Relaxed);
     killer.join().unwrap();
     assert_eq!(status.expect("a service without ranks ends").code(), Some(70));

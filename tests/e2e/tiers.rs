@@ -29,7 +29,7 @@ const FAMILY: &str = "qwen3_moe";
 /// Rows travel to CPU ranks in bf16.
 pub(crate) const TOLERANCE: f64 = 1e-2;
 pub(crate) const POISONED_WIRE: (&str, &str) = ("EXPERTD_TIER_POISON", "1");
-const SERVING_RESUMES: Duration = Duration::from_secs(60);
+const SERVING_RESUMES: Duration = Duration::from_secs(120);
 
 #[derive(clap::Parser)]
 struct Verify {
@@ -247,7 +247,7 @@ pub(crate) async fn faults_are_unseen(service: &Service) {
     let ranks = service.ranks().len();
     for (rank, signal) in (0..ranks).flat_map(|rank| [(rank, Signal::KILL), (rank, Signal::STOP)]) {
         let load = Load::start_within(TOLERANCE, &service.address, &golden(FAMILY), 64).await;
-        tokio::time::sleep(Duration::from_millis(700)).await;
+        load.goes_on(20).await;
         let old = service.ranks();
         assert_eq!(old.len(), ranks);
         let fault = Instant::now();
@@ -292,6 +292,8 @@ pub(crate) async fn faults_within_steps_are_unseen(device: &str) {
     let (_folder, file) = write(&placed);
     let flags = ["--device", device, "--placement", file.to_str().unwrap()];
     let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap())];
+    // A rank that is slow does not end its generation, even on a busy machine.
+    let flags = [&flags[..], &["--liveness-timeout-ms", "10000"]].concat();
     let service = Service::start_checkpoint(&model, 3, &flags, &environment);
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 5, 40).within(TOLERANCE);
@@ -326,7 +328,7 @@ pub(crate) async fn placements_come_in(service: &Service, workers: usize, on_a_g
     for _ in 0..3 {
         let (_folder, file) = write(&placement(&fixture(FAMILY), workers, rng));
         reload_of(service, None, Some(&file)).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        load.goes_on(20).await;
     }
     // Without a placement the source has its contiguous part. A GPU's needs a budget, which this service was not given.
     let contiguous = reload_of(service, None, Some(Path::new("contiguous"))).await;
@@ -335,11 +337,10 @@ pub(crate) async fn placements_come_in(service: &Service, workers: usize, on_a_g
     } else {
         contiguous.unwrap();
     }
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    load.goes_on(20).await;
     let calls = load.stop().await;
     let failed = calls.iter().find_map(|call| call.result.as_ref().err());
     assert!(failed.is_none(), "{failed:?}");
-    assert!(calls.len() > 20, "{} calls", calls.len());
     assert_eq!(fingerprint().await, before);
 }
 

@@ -5,11 +5,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use expertd_cli::admin::AdminAddress;
+use expertd_cli::golden::Golden;
 use expertd_cli::status::{StatusArgs, status};
 use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
 use expertd_model::{Checkpoint, LayerChoice};
-use expertd_proto::v1::{DType, ForwardRequest};
+use expertd_proto::v1::admin_client::AdminClient;
+use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest};
 use expertd_test_seed::TestRng;
 use expertd_types::rows::{decode, encode, encode_i32};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
@@ -22,7 +24,7 @@ use crate::balance::counts;
 use crate::gpu::gpus;
 use crate::reload::reload_of;
 use crate::service::load::check_within;
-use crate::service::{Service, eventually, families, fixture, part, send};
+use crate::service::{PATIENT, Service, eventually, families, fixture, part, send};
 use crate::tiers::{POISONED_WIRE, TOLERANCE, placement, start, verified, write};
 
 const FAMILY: &str = "qwen3_moe";
@@ -34,7 +36,7 @@ const EXPERTS: usize = 16;
 const K: usize = 4;
 /// Of the copies of a source on a CPU some fail.
 const FAILED_COPIES: (&str, &str) = ("EXPERTD_TIER_FAIL_COPIES", "5");
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A mixed group of a source and two CPU ranks, and one rank with the same weights.
 struct Pair {
@@ -57,7 +59,8 @@ impl Pair {
         let placed = |layer| (LayerId(layer), LayerPlacement::new(vec![vec![0], of_rank(1), of_rank(2)]));
         let (placement, file) = write(&ExpertPlacement::new(3, (0..2).map(placed)));
         let flags = ["--device", device, "--placement", file.to_str().unwrap()];
-        let mixed = Service::start_checkpoint(folder.path(), 3, &[&flags, more].concat(), environment);
+        let flags = [&flags, &PATIENT[..], more].concat();
+        let mixed = Service::start_checkpoint(folder.path(), 3, &flags, environment);
         let alone = Service::start_checkpoint(folder.path(), 1, &[], &[]);
         Pair {
             mixed: (Client::connect(&mixed.address).await.unwrap(), mixed),
@@ -321,7 +324,10 @@ async fn slots_start_warm() {
             now.len() == 3 && now.iter().all(|rank| !ranks.contains(rank))
         });
         assert_eq!(pair.call(0, 1, &others).await, 0, "slots are empty in the first step");
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        // Copies come one after the other meanwhile.
+        for _ in 0..100 {
+            tokio::time::sleep(Duration::from_millis(30)).await;
+        }
         let before = pair.rows(0).await;
         assert_ne!(pair.call(0, 4, &hot).await, 0);
         let after = pair.rows(0).await;
@@ -336,7 +342,10 @@ async fn rows_of_several_clients_share_a_step() {
     let faults = tempfile::tempdir().unwrap();
     let environment = [("EXPERTD_INJECT_FAULTS", faults.path().to_str().unwrap()), POISONED_WIRE];
     let mut pair = Pair::start("cpu,cpu", &["--slot-memory", "200K"], &environment).await;
-    for round in 0..2 {
+    // In a round of which the machine leaves no time, a call may come after the step that holds the others.
+    let mut rounds = 0;
+    for round in 0.. {
+        assert!(round < 20, "the calls of no two rounds waited together");
         let place = faults.path().join("worker-slow");
         std::fs::write(&place, "").unwrap();
         let (first, client) = (pair.request(1, 2, &all()), pair.mixed.0.clone());
@@ -359,18 +368,36 @@ async fn rows_of_several_clients_share_a_step() {
                 found.receipt.unwrap()
             }));
         }
+        let mut admin =
+            AdminClient::new(expertd_client::transport::connect(&pair.mixed.1.admin).await.unwrap());
+        let mut wait_together = false;
+        while !wait_together && !held.is_finished() {
+            let status = admin.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+            wait_together = status.requests_queued == CLIENTS as u64;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         held.await.unwrap().unwrap();
         let mut steps = Vec::new();
         for call in calls {
             let receipt = call.await.unwrap();
+            if !wait_together {
+                continue;
+            }
             let rows: Vec<u32> = receipt.timings.iter().map(|step| step.tokens).collect();
             assert_eq!(rows, [(1..=CLIENTS as u32).sum::<u32>()], "rows of all clients in one step");
             steps.extend(receipt.steps);
+        }
+        if !wait_together {
+            continue;
         }
         assert!(steps.len() == CLIENTS && steps.iter().all(|step| *step == steps[0]), "steps {steps:?}");
         let after = counts(&pair.mixed.1, 0).await;
         let sum = |counts: Vec<Vec<u64>>| counts.into_iter().flatten().sum::<u64>();
         assert_eq!(sum(after) - sum(before), 10 * K as u64, "round {round}");
+        rounds += 1;
+        if rounds == 2 {
+            break;
+        }
     }
 }
 
@@ -381,16 +408,12 @@ async fn recorded_answers_of_every_family_and_format_with_slots() {
     let quantised = expertd_test_fixtures::all("quantised");
     for (index, model) in families().iter().map(|family| fixture(family)).chain(quantised).enumerate() {
         let workers = index % 3 + 1;
-        let placed = loop {
-            let placed = placement(&model, workers, &mut rng);
-            if placed.layers().any(|(layer, _)| !placed.is_whole(layer, Rank(0))) {
-                break placed;
-            }
-        };
+        let placed = placement_that_needs_cpu_ranks(&model, workers, &mut rng);
         let (_folder, file) = write(&placed);
         let slot_memory = slot_memory(&model).to_string();
         let flags =
             ["--device", "cpu,cpu", "--placement", file.to_str().unwrap(), "--slot-memory", &slot_memory];
+        let flags = [&flags[..], &PATIENT].concat();
         let service = Service::start_checkpoint(&model, workers as u32 + 1, &flags, &[POISONED_WIRE]);
         let ranks = service.ranks();
         verified(&service, &model, "f32", &["1000", "1", "1000", "3"], "1e-2").await;
@@ -402,6 +425,25 @@ async fn recorded_answers_of_every_family_and_format_with_slots() {
             from_slots += of_cpus.map(|expert| counted[0][expert as usize]).sum::<u64>();
         }
         assert!(from_slots > 0, "{}: no row found its expert in a slot", model.display());
+    }
+}
+
+/// A random placement that leaves to CPU ranks an expert that recorded rows use.
+fn placement_that_needs_cpu_ranks(model: &Path, workers: usize, rng: &mut TestRng) -> ExpertPlacement {
+    let golden = Golden::read(&model.join("golden.safetensors")).unwrap();
+    loop {
+        let placed = placement(model, workers, rng);
+        let needs = |(layer, of_layer): (LayerId, &LayerPlacement)| {
+            let of_source = of_layer.experts_of(Rank(0));
+            match &golden.layers[&layer.0].routing {
+                Some(routing) => routing.ids.iter().any(|id| !of_source.contains(&id.cast_unsigned())),
+                // The blocks of some families do not return their ids. Each row uses some expert.
+                None => of_source.is_empty(),
+            }
+        };
+        if placed.layers().any(needs) {
+            return placed;
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use tonic::Code;
 
 use crate::backend::{ECHO, Fake, limits};
 use crate::certificates::Authority;
-use crate::harness::{Service, request, rows_of};
+use crate::harness::{PATIENCE, Service, request, rows_of};
 
 const HIDDEN: usize = 64;
 const TOKEN: &str = "engine-token-0123456789";
@@ -117,7 +117,7 @@ async fn a_token_that_is_removed_ends_the_streams_of_its_client() {
             Ok(answer) => assert_eq!(answer.unwrap().1.unwrap().rows, rows_of(&good)),
             Err(status) => break status,
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "the stream goes on without its token");
+        assert!(begun.elapsed() < PATIENCE, "the stream goes on without its token");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     assert_eq!(status.code(), Code::Unauthenticated, "{status:?}");
@@ -146,7 +146,7 @@ async fn tls_keeps_plaintext_and_strangers_out() {
     let mut socket = tokio::net::TcpStream::connect(&service.tcp).await.unwrap();
     socket.write_all(&[0x16, 3, 1, 255, 255, 1, 2, 3]).await.unwrap();
     socket.shutdown().await.unwrap();
-    let end = tokio::time::timeout(Duration::from_secs(5), socket.read_to_end(&mut Vec::new())).await;
+    let end = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut Vec::new())).await;
     assert!(end.is_ok(), "the connection ends");
     works(&service.tcp, &client_side(folder.path())).await;
 }
@@ -192,7 +192,7 @@ async fn certificates_are_replaced_without_a_failed_call() {
         if Client::connect_with(&service.tcp, &client_side(folder.path())).await.is_ok() {
             break;
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "the new certificate is never used");
+        assert!(begun.elapsed() < PATIENCE, "the new certificate is never used");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let former = Credentials { ca: Some(old), ..client_side(folder.path()) };

@@ -18,6 +18,7 @@ use tower::service_fn;
 
 use crate::cores::{self, Burner};
 use crate::frames::{self, hello, send};
+use crate::load::PATIENCE;
 use crate::service::Service;
 
 /// The actions of an attacker on a connection, until the connection ends.
@@ -99,7 +100,7 @@ async fn call_for(address: &str, time: Duration) -> Honest {
                 let rows = Bytes::from(vec![0; hidden * 4]);
                 let request = ForwardRequest::inline(layer, 1, DType::DtypeF32, rows);
                 let sent = Instant::now();
-                match client.forward(request, Some(Duration::from_secs(10))).await {
+                match client.forward(request, Some(PATIENCE)).await {
                     Ok(_) => times.push(sent.elapsed()),
                     Err(status) => failed.push(status.to_string()),
                 }

@@ -14,7 +14,7 @@ use expertd_proto::v1::{DType, ForwardRequest};
 use crate::attack::honest_client;
 
 /// Deadline of each call, and the time limit for things that must happen.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Four callers, on a thread of their own.
 pub struct Load {

@@ -30,9 +30,9 @@ const REPLICAS: usize = 25;
 /// Number of calls that are outstanding, each of its own caller.
 const CALLERS: usize = 16;
 /// Deadline of every call: many times as long as the client needs to find that a service hangs.
-const DEADLINE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(120);
 /// Far more time than any step needs.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// What the callers have seen.
 #[derive(Default)]

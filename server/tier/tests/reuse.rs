@@ -15,6 +15,9 @@ const LAYER: LayerId = LayerId(0);
 const WARM_UP: u64 = 500;
 /// Draws that are counted, about.
 const DRAWS: u64 = 100_000;
+/// The same where the cache is compared with an LRU. The least share of its hits, 0.92, has a standard deviation of 0.004 over 100 000
+/// draws, too much for a bound of 0.9.
+const COMPARED_DRAWS: u64 = 4 * DRAWS;
 
 /// Keeps the experts that were used last. It loads every miss at once.
 struct Lru {
@@ -43,7 +46,7 @@ struct Rates {
 }
 
 /// Steps with a row for each of `sequences` sequences. Each upload is loaded before the next step.
-fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
+fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize, draws: u64) -> Rates {
     let mut random = expertd_test_seed::rng();
     let mut uniform = || random.random::<f64>();
     let mut drawn: Vec<_> = (0..sequences).map(|_| ReuseSequence::new(EXPERTS, &mut uniform)).collect();
@@ -52,7 +55,7 @@ fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
     let layer = LayerSlots { layer: LAYER, experts: EXPERTS, on_cpus, slots, expert_bytes: 1 };
     let mut cache = SlotCache::new(vec![layer], Policy { max_uploads_per_step, bytes_per_second: 1 << 40 });
     let [mut lru_hits, mut cache_hits, mut all, mut uploads] = [0_u64; 4];
-    let steps = WARM_UP + (DRAWS / (sequences * TOP_K as u64)).max(500);
+    let steps = WARM_UP + (draws / (sequences * TOP_K as u64)).max(500);
     for step in 0..steps {
         let mut rows = vec![0_u32; EXPERTS];
         for sequence in &mut drawn {
@@ -88,7 +91,7 @@ fn measure(sequences: u64, slots: usize, max_uploads_per_step: usize) -> Rates {
 
 #[test]
 fn an_lru_hits_as_often_as_llama_cpp_reports() {
-    let [of_64, of_128] = [64, 128].map(|slots| measure(1, slots, 8).lru);
+    let [of_64, of_128] = [64, 128].map(|slots| measure(1, slots, 8, DRAWS).lru);
     assert!((65.0..=69.0).contains(&of_64), "LRU of 64: {of_64} %, expected 67");
     assert!((79.0..=83.0).contains(&of_128), "LRU of 128: {of_128} %, expected 81");
 }
@@ -100,7 +103,8 @@ fn the_cache_hits_at_least_nine_tenths_as_often_as_an_lru() {
     for sequences in [1, 8, 64] {
         for slots in [64, 128, 192] {
             for most in [2, 4, 8] {
-                let Rates { lru, cache, uploads } = measure(sequences, slots, most);
+                let draws = if most == 8 { COMPARED_DRAWS } else { DRAWS };
+                let Rates { lru, cache, uploads } = measure(sequences, slots, most, draws);
                 let _ = writeln!(
                     table,
                     "{sequences:9}  {slots:5}  {most:15}  {lru:5.1}  {cache:7.1}  {uploads:14.2}"

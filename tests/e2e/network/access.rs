@@ -5,7 +5,7 @@ use expertd_client::session::{SessionClient, SessionError};
 use expertd_client::transport::Credentials;
 use tonic::Code;
 
-use super::{FAMILY, LOST, agents, open, options, sessions, start, try_open};
+use super::{FAMILY, LOST, agents, open, options, sessions, start, try_open, two_ports};
 use crate::service::load::{Rows, check};
 use crate::service::{Service, eventually, golden};
 
@@ -65,15 +65,6 @@ fn listeners(ipv6: bool) -> Vec<(String, u16)> {
             (address.to_owned(), u16::from_str_radix(port, 16).unwrap())
         })
         .collect()
-}
-
-/// Two ports side by side that nothing listens on.
-fn two_ports() -> u16 {
-    let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
-    (0..1000)
-        .map(|_| rand::random_range(20_000..30_000))
-        .find(|&port| is_free(port) && is_free(port + 1))
-        .unwrap()
 }
 
 #[test]

@@ -12,6 +12,8 @@ mod stalls;
 mod wire;
 
 use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use expertd_client::Client;
@@ -26,7 +28,7 @@ use crate::service::{Service, alive, children, families, golden};
 
 const FAMILY: &str = "qwen3_moe";
 /// Nothing should take this long.
-const LOST: Duration = Duration::from_secs(60);
+const LOST: Duration = Duration::from_secs(120);
 
 /// Where NIXL is.
 fn library() -> PathBuf {
@@ -44,7 +46,7 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
 }
 
 fn options(rows_bytes: usize) -> NetworkOptions {
-    let session = SessionOptions { rows_bytes, ..SessionOptions::default() };
+    let session = SessionOptions { rows_bytes, timeout: LOST, ..SessionOptions::default() };
     NetworkOptions { session, library: Some(library()), ..NetworkOptions::default() }
 }
 
@@ -61,6 +63,18 @@ fn sessions(service: &Service) -> Vec<SessionStatus> {
         let channel = expertd_client::transport::connect(&service.admin).await.unwrap();
         AdminClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner().sessions
     })
+}
+
+/// Two ports side by side that nothing listens on and no other test takes. They lie below those that the system chooses for sockets.
+fn two_ports() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    static FIRST: OnceLock<u16> = OnceLock::new();
+    let first = *FIRST.get_or_init(|| rand::random_range(0..5000));
+    let is_free = |port: u16| std::net::TcpListener::bind(("127.0.0.1", port)).is_ok();
+    (0..5000)
+        .map(|_| 20_000 + 2 * ((first + NEXT.fetch_add(1, Ordering::Relaxed)) % 5000))
+        .find(|&port| is_free(port) && is_free(port + 1))
+        .unwrap()
 }
 
 /// The agents of a service.

@@ -10,7 +10,7 @@ use expertd_proto::v1::OpenNetworkSession;
 use expertd_shm::SharedRegion;
 
 use super::hostile::{ROWS, open_call};
-use super::{FAMILY, LOST, agents, library, open, runtime, sessions, start, try_open};
+use super::{FAMILY, LOST, agents, library, open, runtime, sessions, start, try_open, two_ports};
 use crate::service::load::{Rows, check};
 use crate::service::{alive, eventually, golden};
 
@@ -24,7 +24,7 @@ fn metadata_that_names_a_silent_listener_harms_nobody() {
     let library = Library::open(Some(&library())).unwrap();
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     silent.set_nonblocking(true).unwrap();
-    let own = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let own = two_ports();
     let rows = SharedRegion::create("rows", ROWS).unwrap().slice(0, ROWS).unwrap();
     let transports = Transports {
         transports: Some("^sm".into()),
@@ -50,7 +50,7 @@ fn metadata_that_names_a_silent_listener_harms_nobody() {
     };
     let begun = Instant::now();
     let opened = open_call(&runtime, &service, open);
-    assert!(begun.elapsed() < Duration::from_secs(40), "opening took {:?}", begun.elapsed());
+    assert!(begun.elapsed() < LOST, "opening took {:?}", begun.elapsed());
     println!("opened: {}, after {:?}", opened.is_ok(), begun.elapsed());
     let mut taken = None;
     eventually(LOST, "the agent connects to where the metadata says", || {
@@ -70,7 +70,7 @@ fn metadata_that_names_a_silent_listener_harms_nobody() {
 #[test]
 #[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
 fn strangers_who_connect_to_an_agent_harm_no_other_session() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = two_ports();
     let service = start(FAMILY, 1, &["--network-listen", &format!("127.0.0.1:{port}")]);
     let session = open(&service);
     let agent = agents(&service)[0];

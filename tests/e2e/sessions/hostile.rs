@@ -29,7 +29,7 @@ fn victim() {
     let Ok(address) = std::env::var(VICTIM) else { return };
     let mut rows = Rows::new(&golden(FAMILY), 99, 64);
     loop {
-        let session = Session::open(&address, &SessionOptions::default()).unwrap();
+        let session = Session::open(&address, &super::patient()).unwrap();
         for _ in 0..5 {
             let calls: Vec<_> = (0..3)
                 .map(|_| {
@@ -112,7 +112,8 @@ fn scribbling_clients_harm_nobody() {
     let begun = Instant::now();
     let (mut rng, mut sessions) = (SmallRng::seed_from_u64(expertd_test_seed::seed()), 0);
     let layer = Rows::new(&golden(FAMILY), 1, 1).layers()[0];
-    while begun.elapsed() < Duration::from_secs(10) {
+    while begun.elapsed() < Duration::from_secs(10) || sessions <= 10 {
+        assert!(begun.elapsed() < 5 * LOST, "{sessions} sessions");
         let session = raw(&host, 16, 1 << 16);
         host.in_place(&runtime);
         let control = session.region.slice::<u64>(0, session.opened.rows_offset as usize / 8).unwrap();
@@ -175,7 +176,6 @@ fn scribbling_clients_harm_nobody() {
         }
     }
     load.goes_on();
-    assert!(sessions > 10, "{sessions} sessions");
     let status = host.status(&runtime);
     assert_eq!(status.generation, 1, "no generation ended: {}", status.reason);
     load.stop();
@@ -220,7 +220,7 @@ fn refusals_say_why() {
         let text = String::from_utf8(text).unwrap();
         assert!(kind == frame::ENDED && text.contains(wanted), "{kind}: {text}");
     }
-    let small = SessionOptions { rows_bytes: 1 << 16, ..SessionOptions::default() };
+    let small = SessionOptions { rows_bytes: 1 << 16, ..super::patient() };
     let mut sessions = Vec::new();
     eventually(LOST, "places of ended sessions are free", || {
         let opened = (0..2).map(|_| Session::open(&host.address, &small)).collect::<Result<Vec<_>, _>>();
@@ -250,7 +250,7 @@ fn refusals_say_why() {
 fn as_many_sessions_as_allowed_open_beside_clients_that_never_open_one() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 1, &["--max-sessions", "40"]);
-    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
+    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..super::patient() };
     // Half an OPEN frame, and nothing at all.
     let mut half_open: Vec<_> = (0..12).map(|_| UnixStream::connect(host.path()).unwrap()).collect();
     half_open.iter_mut().step_by(2).for_each(|socket| socket.write_all(&[1, 0, 0]).unwrap());
@@ -280,7 +280,7 @@ fn as_many_sessions_as_allowed_open_beside_clients_that_never_open_one() {
 #[test]
 fn floods_of_descriptors_are_not_taken() {
     let host = Host::start(FAMILY, 1, &[]);
-    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..SessionOptions::default() };
+    let small = SessionOptions { rows_bytes: 1 << 12, calls: 1, ..super::patient() };
     let before = host.descriptors();
     let file = tempfile::tempfile().unwrap();
     let session = raw(&host, 1, 1 << 12);

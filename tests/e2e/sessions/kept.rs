@@ -144,7 +144,7 @@ fn memory_stays_until_the_client_closes_the_socket() {
     client.shutdown(Shutdown::Write).unwrap();
     // A session that ends later is released; this one is not.
     let other = raw(&host, 1, PAGE as u64);
-    let error = Session::open(&host.address, &SessionOptions::default()).unwrap_err().to_string();
+    let error = Session::open(&host.address, &super::patient()).unwrap_err().to_string();
     assert!(error.contains("2 sessions are open or ended"), "{error}");
     let later = Arc::clone(&other.region);
     drop(other);
@@ -153,7 +153,7 @@ fn memory_stays_until_the_client_closes_the_socket() {
     drop(client);
     eventually(LOST, "the memory is released", || page_bytes(&region) == 0);
     eventually(LOST, "nothing is charged", || value(&host, "expertd_session_bytes", "") == 0.0);
-    assert!(host.status(&runtime).sessions.is_empty());
+    eventually(LOST, "no session is open", || host.status(&runtime).sessions.is_empty());
 }
 
 /// Answers of the client library outlive the session.
@@ -161,7 +161,7 @@ fn memory_stays_until_the_client_closes_the_socket() {
 fn buffers_keep_their_bytes_after_the_session() {
     let runtime = runtime();
     let host = Host::start(FAMILY, 2, &[]);
-    let session = Session::open(&host.address, &SessionOptions::default()).unwrap();
+    let session = Session::open(&host.address, &super::patient()).unwrap();
     let (request, wanted) = Rows::new(&golden(FAMILY), 3, 8).draw();
     let Some(expertd_proto::v1::forward_request::Payload::Inline(rows)) = &request.payload else {
         panic!("rows are inline")
@@ -208,7 +208,7 @@ fn half_closed_sockets_hold_no_place() {
             socket
         })
         .collect();
-    let small = SessionOptions { rows_bytes: PAGE, calls: 1, ..SessionOptions::default() };
+    let small = SessionOptions { rows_bytes: PAGE, calls: 1, ..super::patient() };
     eventually(LOST, "a session opens", || Session::open(&host.address, &small).is_ok());
     drop(sockets);
 }
@@ -225,7 +225,7 @@ fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     send(stopped, Signal::STOP);
     let (request, wanted) = Rows::new(&golden(FAMILY), 5, 8).draw();
     let waiting = std::thread::spawn(move || {
-        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+        check(&session.forward(&request, 5 * LOST).unwrap(), &wanted, &request);
         session
     });
     eventually(LOST, "a step is under way", || host.status(&runtime).requests_in_flight == 1);
@@ -252,7 +252,7 @@ fn sessions_that_no_rank_attaches_are_released_although_no_step_ends() {
     eventually(LOST, "the sockets are closed", || host.descriptors() <= before + 4);
     let address = host.address.clone();
     let patient = std::thread::spawn(move || {
-        Session::open(&address, &SessionOptions { timeout: LOST, ..SessionOptions::default() })
+        Session::open(&address, &SessionOptions { timeout: 5 * LOST, ..SessionOptions::default() })
     });
     // Longer than the service once waited by itself.
     std::thread::sleep(Duration::from_secs(9));
@@ -279,7 +279,7 @@ fn sessions_that_end_while_their_calls_wait_leave_nothing() {
     send(stopped, Signal::STOP);
     let (request, wanted) = Rows::new(&golden(FAMILY), 5, 8).draw();
     let waiting = std::thread::spawn(move || {
-        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+        check(&session.forward(&request, 5 * LOST).unwrap(), &wanted, &request);
         session
     });
     eventually(LOST, "a step is under way", || host.status(&runtime).requests_in_flight == 1);

@@ -1,7 +1,7 @@
 //! A real server over TCP and a Unix-domain socket, and helpers to call it.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use expertd_client::transport::Channel;
@@ -20,6 +20,9 @@ use tower::ServiceExt as _;
 use expertd_core::backend::Backend as _;
 
 use crate::backend::Fake;
+
+/// Far longer than anything takes that a test waits for.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const FORWARD: &str = "/expertd.v1.Moe/Forward";
 pub const FORWARD_STREAM: &str = "/expertd.v1.Moe/ForwardStream";
@@ -60,7 +63,7 @@ impl Service {
             admin: Some(admin.unwrap_or(&socket("admin.sock")).parse().unwrap()),
             insecure: access.insecure,
             connections,
-            shutdown_grace: Duration::from_millis(500),
+            shutdown_grace: PATIENCE,
             timeouts,
         };
         let access = Arc::new(Access::load(access).unwrap());
@@ -138,13 +141,18 @@ pub async fn raw_status(channel: Channel, path: &str, bytes: Bytes) -> Status {
     Status::from_header_map(&trailers).unwrap()
 }
 
-/// Waits until `ready` holds; panics after 10 s.
+/// Waits until `ready` holds; panics after [`PATIENCE`].
 pub async fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
-    for _ in 0..2000 {
-        if ready() {
-            return;
-        }
+    let begun = Instant::now();
+    while !ready() {
+        assert!(begun.elapsed() < PATIENCE, "did not happen within {PATIENCE:?}: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("did not happen within 10 s: {what}");
+}
+
+/// Lets time pass in steps of 20 ms, so that a pause of the whole machine uses up one of them and not all.
+pub async fn pass(time: Duration) {
+    for _ in 0..time.as_millis() / 20 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use expertd_cli::golden::Golden;
@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tonic::{Code, Status};
 
 /// Time after which a call counts as lost.
-const LOST: Duration = Duration::from_secs(60);
+const LOST: Duration = Duration::from_secs(120);
 const TOLERANCE: f64 = 1e-5;
 
 /// One call of the load.
@@ -110,6 +110,8 @@ pub fn check_within(tolerance: f64, response: &ForwardResponse, wanted: &[f32], 
 /// A load that runs until it is stopped: unary callers and streams, each on its own connection.
 pub struct Load {
     stop: Arc<AtomicBool>,
+    /// Number of right answers so far.
+    answered: Arc<AtomicU64>,
     workers: JoinSet<Vec<Call>>,
 }
 
@@ -119,18 +121,28 @@ impl Load {
     }
 
     pub async fn start_within(tolerance: f64, address: &str, golden: &Path, largest: usize) -> Load {
-        let stop = Arc::new(AtomicBool::new(false));
+        let (stop, answered) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut workers = JoinSet::new();
         for worker in 0..4 {
             let client = Client::connect(address).await.unwrap();
             let rows = Rows::new(golden, worker, largest).within(tolerance);
+            let (stop, answered) = (Arc::clone(&stop), Arc::clone(&answered));
             if worker % 2 == 0 {
-                workers.spawn(unary(client, rows, Arc::clone(&stop)));
+                workers.spawn(unary(client, rows, stop, answered));
             } else {
-                workers.spawn(streaming(client, rows, Arc::clone(&stop)));
+                workers.spawn(streaming(client, rows, stop, answered));
             }
         }
-        Load { stop, workers }
+        Load { stop, answered, workers }
+    }
+
+    /// Waits until `calls` further calls are answered. Ten calls are in flight at most.
+    pub async fn goes_on(&self, calls: u64) {
+        let (wanted, begun) = (self.answered.load(Ordering::Relaxed) + calls, Instant::now());
+        while self.answered.load(Ordering::Relaxed) < wanted {
+            assert!(begun.elapsed() < LOST, "{calls} calls were not answered within {LOST:?}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Ends the load. Returns every call that it made; all answers have been checked.
@@ -162,13 +174,14 @@ async fn pause_after(result: &Result<u64, (Code, String)>) {
     }
 }
 
-async fn unary(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec<Call> {
+async fn unary(client: Client, mut rows: Rows, stop: Arc<AtomicBool>, answered: Arc<AtomicU64>) -> Vec<Call> {
     let mut calls = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         let (request, wanted) = rows.draw();
         let begun = Instant::now();
         let answer = tokio::time::timeout(LOST, client.forward(request.clone(), None)).await;
         let result = outcome(rows.tolerance, answer.expect("a lost call"), &request, &wanted);
+        answered.fetch_add(u64::from(result.is_ok()), Ordering::Relaxed);
         pause_after(&result).await;
         calls.push(Call { begun, ended: Instant::now(), result });
     }
@@ -176,7 +189,12 @@ async fn unary(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec<Cal
 }
 
 /// Four in flight on a stream; a stream that breaks is opened again.
-async fn streaming(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec<Call> {
+async fn streaming(
+    client: Client,
+    mut rows: Rows,
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicU64>,
+) -> Vec<Call> {
     let mut calls = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         let mut pending = std::collections::HashMap::new();
@@ -208,6 +226,7 @@ async fn streaming(client: Client, mut rows: Rows, stop: Arc<AtomicBool>) -> Vec
                     let (begun, request, wanted) = pending.remove(&id).expect("an id that is in flight");
                     let result = outcome(rows.tolerance, answer, &request, &wanted);
                     let ended = Instant::now();
+                    answered.fetch_add(u64::from(result.is_ok()), Ordering::Relaxed);
                     pause_after(&result).await;
                     calls.push(Call { begun, ended, result });
                 }
