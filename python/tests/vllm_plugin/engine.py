@@ -13,6 +13,7 @@ import sys
 import numpy
 
 import expertd
+from conftest_engine import children
 
 
 def expert_bytes(model):
@@ -31,8 +32,8 @@ def logprobs(output):
     return [next(iter(found.values())).logprob for found in (output.prompt_logprobs or [])[1:]]
 
 
-def count(calls, kill_at, victim):
-    """Counts calls of services; call number `kill_at` first kills the process `victim`."""
+def count(calls, kill_at, service_pid):
+    """Counts calls of services; call number `kill_at` first kills the last rank that this service has by then."""
     from expertd._torch import Remote
 
     original = Remote.forward
@@ -40,7 +41,7 @@ def count(calls, kill_at, victim):
     def forward(self, *arguments, **options):
         calls.append(arguments[1].shape[0])
         if len(calls) == kill_at:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(children(service_pid)[-1], signal.SIGKILL)
         return original(self, *arguments, **options)
 
     Remote.forward = forward
@@ -94,7 +95,7 @@ def run(job):
         # With the engine in a process of its own, this process sees neither its model nor its calls.
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         held = llm.apply_model(expert_bytes)[0] if in_process else None
-        restore = compare_choices(differences) if job.get("compare") else count(calls, job.get("kill_at"), job.get("victim"))
+        restore = compare_choices(differences) if job.get("compare") else count(calls, job.get("kill_at"), job.get("service_pid"))
         likely = {"prompt_logprobs": 0} if job.get("logprobs") else {}
         params = vllm.SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False, **likely)
         out = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], params, use_tqdm=False)

@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("afd_plugin") is None:
     pytest.skip("these tests need vLLM 0.26.0 and its AFD plugin (docs/vllm.md)", allow_module_level=True)
 
-from conftest_engine import children, run, serve
+from conftest_engine import run, serve
 from models import AFD_FAMILIES, make_checkpoint, prompts
 
 HERE = pathlib.Path(__file__).parent
@@ -39,12 +39,11 @@ class Engines:
         local, _ = self.run([self.job(family, None) for family in AFD_FAMILIES])
         self.local = dict(zip(AFD_FAMILIES, local, strict=True))
         v2, v3 = (self.services[family] for family in ("deepseek_v2", "deepseek_v3"))
-        last = children(v3.process.pid)[-1]
         jobs = {(family, None): self.job(family, s.address, options()) for family, s in self.services.items()}
         jobs |= {
             (family, "host"): self.job(family, s.session_address, options(), session="host") for family, s in self.services.items()
         }
-        jobs["killed"] = self.job("deepseek_v3", v3.address, options(), kill_at=7, victim=last)
+        jobs["killed"] = self.job("deepseek_v3", v3.address, options(), kill_at=7, service_pid=v3.process.pid)
         jobs["another model"] = self.job("deepseek_v2", v3.address, options())
         jobs["other weights"] = {**jobs["deepseek_v2", None], "folder": str(folder / "other")}
         jobs["dense layers"] = self.job("deepseek_v2", v2.address, options(compute_gate_on_attention=False))

@@ -8,7 +8,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("these tests need a distribution of vLLM (docs/vllm.md)", allow_module_level=True)
 
-from conftest_engine import children, run, serve
+from conftest_engine import run, serve
 from models import FAMILIES, make_checkpoint, prompts
 
 TOKENS = 24
@@ -31,13 +31,13 @@ class Engines:
         local, _ = run([self.job(f, None) for f in FAMILIES], folder)
         self.local = dict(zip(FAMILIES, local, strict=True))
         before = self.generation("qwen3_moe")
-        last = children(self.services["qwen3_moe"].process.pid)[-1]
         jobs = {f: self.job(f, self.services[f].address) for f in FAMILIES}
         jobs |= {(f, "host"): self.job(f, self.services[f].session_address, session="host") for f in HOST}
         jobs |= {(f, "gate"): {**self.job(f, self.services[f].session_address, session="host"), "gate": "service"} for f in GATE}
         jobs |= {(f, "compared"): self.job(f, self.services[f].address, compare=True) for f in GATE}
         jobs["gate"] = self.job("glm4_moe", self.services["glm4_moe"].address, gate="service")
-        jobs["killed"] = self.job("qwen3_moe", self.services["qwen3_moe"].address, kill_at=31, victim=last)
+        killed = self.services["qwen3_moe"]
+        jobs["killed"] = self.job("qwen3_moe", killed.address, kill_at=31, service_pid=killed.process.pid)
         jobs["another model"] = self.job("qwen3_moe", self.services["mixtral"].address)
         jobs["other weights"] = {**jobs["mixtral"], "folder": str(folder / "other")}
         make_checkpoint("mixtral", folder / "other")
