@@ -114,12 +114,15 @@ for target in "${targets[@]}"; do
     mkdir -p "$corpus" "$faults"
     inputs=("$corpus" "$seeds/$target")
     if [[ -d tests/fuzz/regressions/$target ]]; then inputs+=("tests/fuzz/regressions/$target"); fi
-    if ! fuzz "${inputs[@]}" && ! { was_a_pause && fuzz "${inputs[@]}"; }; then
+    pauses=0
+    until fuzz "${inputs[@]}"; do
+        # A machine may pause several times.
+        if ((pauses++ < 3)) && was_a_pause; then continue; fi
         status=1
         echo "$target: FAULT; see $log"
         grep -aE "panicked|ERROR|SUMMARY|Test unit written" "$log" | head -5 || true
-        continue
-    fi
+        continue 2
+    done
     echo "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs, $(sed -n 's/^stat::average_exec_per_sec: *//p' "$log")/s," \
         "slowest $(sed -n 's/^stat::slowest_unit_time_sec: *//p' "$log") s, peak memory $(sed -n 's/^stat::peak_rss_mb: *//p' "$log") MiB, $(grep -aoE "cov: [0-9]+ ft: [0-9]+ corp: [0-9]+" "$log" | tail -1)"
 done

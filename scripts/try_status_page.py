@@ -65,6 +65,7 @@ class Browser:
                 sys.exit("Chromium opened no page")
             pages = self.call("Target.getTargets")["targetInfos"]
             page = next((target["targetId"] for target in pages if target["type"] == "page"), None)
+            time.sleep(0.05)
         self.session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
 
     def receive(self) -> dict:

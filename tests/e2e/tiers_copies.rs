@@ -431,7 +431,7 @@ async fn recorded_answers_of_every_family_and_format_with_slots() {
 /// A random placement that leaves to CPU ranks an expert that recorded rows use.
 fn placement_that_needs_cpu_ranks(model: &Path, workers: usize, rng: &mut TestRng) -> ExpertPlacement {
     let golden = Golden::read(&model.join("golden.safetensors")).unwrap();
-    loop {
+    for _ in 0..10_000 {
         let placed = placement(model, workers, rng);
         let needs = |(layer, of_layer): (LayerId, &LayerPlacement)| {
             let of_source = of_layer.experts_of(Rank(0));
@@ -445,6 +445,7 @@ fn placement_that_needs_cpu_ranks(model: &Path, workers: usize, rng: &mut TestRn
             return placed;
         }
     }
+    panic!("no placement of {} leaves a recorded row's expert to CPU ranks", model.display())
 }
 
 /// Memory for one expert of each layer in f32, in which CPU ranks hold some formats: several slots in others.

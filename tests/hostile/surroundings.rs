@@ -5,7 +5,7 @@ use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use expertd_proto::v1::admin_client::AdminClient;
@@ -26,10 +26,11 @@ fn start(stderr: Stdio) -> (Child, String) {
 
 /// Starts a service and waits until it is ready. Returns the service and its public address.
 fn ready(mut command: Command) -> (Child, String) {
+    let until = Instant::now() + PATIENCE;
     let mut child = loop {
         match command.spawn() {
             // A process that another test starts meanwhile holds the program open for writing until it runs its own.
-            Err(error) if error.kind() == ErrorKind::ExecutableFileBusy => {
+            Err(error) if error.kind() == ErrorKind::ExecutableFileBusy && Instant::now() < until => {
                 std::thread::sleep(Duration::from_millis(10));
             }
             child => break child.unwrap(),
@@ -89,7 +90,7 @@ async fn a_second_signal_ends_a_drain() {
     let request = ForwardRequest::inline(model.moe_layers[0].layer, 1, DType::DtypeF32, rows);
     let call = tokio::spawn(async move { client.forward(request, None).await });
     let mut admin = AdminClient::new(expertd_client::transport::connect(&service.admin).await.unwrap());
-    let begun = std::time::Instant::now();
+    let begun = Instant::now();
     while admin.get_status(GetStatusRequest {}).await.unwrap().into_inner().requests_in_flight == 0 {
         assert!(begun.elapsed() < PATIENCE, "the call is in no step");
         tokio::time::sleep(Duration::from_millis(10)).await;

@@ -30,8 +30,8 @@ use expertd_rank::{
 use expertd_shm::ThreadTeam;
 use expertd_types::{MemoryId, Phase, Rank, Slot};
 
-/// How long the threads of a rank spin for the next part of a step, such as the down projections: longer than what one thread does
-/// between two parts, and short beside a wait for other ranks.
+/// How long helpers spin between two parts of a step, such as gate and experts: longer than one thread works alone, shorter than most
+/// waits for other ranks. They do so on few cores as well, because a step's helpers have their cores to themselves.
 const BETWEEN_PARTS: Duration = Duration::from_micros(200);
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one

@@ -5,11 +5,10 @@
 //! bounded time, and sleep between steps.
 //!
 //! # The protocol
-//! The caller writes a job and [opens](Turn::open) a turn, does its own share, [closes](Turn::close) the turn and waits until
-//! [no helper is in it](Turn::is_empty). A helper [enters](Turn::enter) a turn that is open, once, does its share and
-//! [leaves](Turn::leave). So no helper reads the job while the caller writes it: a helper that comes late finds the turn closed, or
-//! enters a later one, whose job is current by then. The caller waits only for helpers that have entered, never for one
-//! that still sleeps. `loom_tests` checks the protocol over its interleavings.
+//! The caller writes a job and opens a turn, does its own share, closes the turn and waits until no helper is in it. A helper enters
+//! a turn that is open, once, does its share and leaves. So no helper reads the job while the caller writes it: a helper that comes
+//! late finds the turn closed, or enters a later one, whose job is current by then. The caller waits only for helpers that have
+//! entered, never for one that still sleeps. `loom_tests` checks the protocol in all interleavings of up to three preemptions.
 
 #![allow(unsafe_code, reason = "helpers borrow the caller's closure for the length of a turn")]
 
@@ -60,31 +59,42 @@ turn_word!(AtomicU64);
 #[cfg(all(test, feature = "loom"))]
 turn_word!(loom::sync::atomic::AtomicU64);
 
-/// Set while helpers may enter. The bits below count the helpers inside, those above number the turns.
+/// Number of helpers inside.
+const INSIDE: u64 = (1 << 15) - 1;
+/// Number of helpers that may enter.
+const WANTED_SHIFT: u32 = 15;
+/// Set while helpers may enter. The bits above number the turns.
 const OPEN: u64 = 1 << 31;
 const NUMBER_SHIFT: u32 = 32;
+/// Most helpers of a team.
+const MAX_HELPERS: usize = INSIDE as usize;
 
-/// One turn of a team after another.
+/// The state of a team's turns: the number of the last one, whether and which helpers may enter, and how many are inside. The
+/// alignment keeps what is read once a turn apart from the word that helpers poll.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct Turn<W = AtomicU64>(W);
 
 impl<W: TurnWord> Turn<W> {
-    /// No turn yet; the word must be zero.
+    /// The state before the first turn. `word` must be zero.
     #[cfg(all(test, feature = "loom"))]
     pub(crate) const fn over(word: W) -> Self {
         Turn(word)
     }
 
-    /// Opens a turn for the job that the caller has just written. The previous turn is closed and empty.
-    pub(crate) fn open(&self) {
+    /// Opens a turn of the first `helpers` helpers for the job that the caller has just written. The previous turn is closed and
+    /// empty.
+    pub(crate) fn open(&self, helpers: usize) {
         let number = (self.0.load(Ordering::Relaxed) >> NUMBER_SHIFT) + 1;
-        self.0.store(number << NUMBER_SHIFT | OPEN, Ordering::Release);
+        self.0.store(number << NUMBER_SHIFT | OPEN | (helpers as u64) << WANTED_SHIFT, Ordering::Release);
     }
 
-    /// Enters the turn if it is open and not the one with the number `last`, and writes its number to `last`.
-    pub(crate) fn enter(&self, last: &mut u64) -> bool {
+    /// Enters the turn as helper `helper` if that may and the turn is not the one with the number `last`, and writes its number to
+    /// `last`.
+    pub(crate) fn enter(&self, helper: usize, last: &mut u64) -> bool {
         let mut word = self.0.load(Ordering::Relaxed);
-        while word & OPEN != 0 && word >> NUMBER_SHIFT != *last {
+        let may = |word| word & OPEN != 0 && helper < (word >> WANTED_SHIFT & INSIDE) as usize;
+        while may(word) && word >> NUMBER_SHIFT != *last {
             match self.0.compare_exchange(word, word + 1, Ordering::Acquire) {
                 Ok(_) => {
                     *last = word >> NUMBER_SHIFT;
@@ -109,14 +119,14 @@ impl<W: TurnWord> Turn<W> {
     /// Whether no helper is in the turn. If it is closed as well, the caller has exclusive access to the job again, and sees what
     /// helpers did.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.load(Ordering::Acquire) & (OPEN - 1) == 0
+        self.0.load(Ordering::Acquire) & INSIDE == 0
     }
 }
 
 /// A job: a function of the thread's number, borrowed from the caller of [`ThreadTeam::run`].
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// The parity of the number of changes while helpers spin.
+/// Parities of [`Shared::changes`].
 const ROUSED: u32 = 1;
 const AT_REST: u32 = 0;
 
@@ -125,9 +135,9 @@ struct Shared {
     turn: Turn,
     /// Written by the caller between turns, read by helpers within one.
     job: UnsafeCell<Option<Job>>,
-    /// Number of helpers to wake for the turn.
+    /// Number of helpers that the next wake-up reaches.
     wanted: AtomicUsize,
-    /// How often the team was roused or put to rest: odd while it is [`ROUSED`].
+    /// Number of times the team was roused or put to rest.
     changes: AtomicU32,
     stop: AtomicBool,
     /// The panic of a helper in this turn.
@@ -155,7 +165,7 @@ impl Shared {
         loop {
             let policy = WaitPolicy::unlimited(if changes % 2 == ROUSED { spin } else { Duration::ZERO });
             let news = self.bells[helper].wait_for(policy, || {
-                if self.turn.enter(&mut last) {
+                if self.turn.enter(helper, &mut last) {
                     Some(News::Turn)
                 } else if self.changes.load(Ordering::Acquire) != changes {
                     Some(News::Change)
@@ -163,9 +173,11 @@ impl Shared {
                     self.stop.load(Ordering::Acquire).then_some(News::Stop)
                 }
             });
-            changes = self.changes.load(Ordering::Acquire);
-            // The caller wakes one thread, and each thread two more.
-            let wanted = self.wanted.load(Ordering::Relaxed);
+            let now = self.changes.load(Ordering::Acquire);
+            // The caller wakes one thread, and each thread two more: all of them if the team was roused, before a turn of few as well.
+            let all = now != changes && now % 2 == ROUSED;
+            let wanted = if all { self.bells.len() } else { self.wanted.load(Ordering::Relaxed) };
+            changes = now;
             self.bells.iter().take(wanted).skip(2 * helper + 1).take(2).for_each(Doorbell::ring);
             match news {
                 Ok(News::Turn) => {
@@ -173,7 +185,7 @@ impl Shared {
                     let job = unsafe { (*self.job.get()).map(|job| &*job) };
                     let end = catch_unwind(AssertUnwindSafe(|| job.map(|job| job(helper + 1))));
                     if let Err(panic) = end {
-                        *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+                        self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
                     }
                     self.turn.leave();
                 }
@@ -200,9 +212,10 @@ impl Drop for UnderWay<'_> {
         let mut spins = 0;
         while !self.turn.is_empty() {
             std::hint::spin_loop();
-            spins += 1;
-            if spins > SPINS_BEFORE_YIELD {
+            if spins == SPINS_BEFORE_YIELD {
                 std::thread::yield_now();
+            } else {
+                spins += 1;
             }
         }
         self.busy.set(false);
@@ -213,7 +226,7 @@ impl Drop for UnderWay<'_> {
 pub struct ThreadTeam {
     shared: Arc<Shared>,
     helpers: usize,
-    /// Whether a turn is under way. (A cell, so that only one thread at a time has access to the team.)
+    /// True during a turn. The cell keeps the team from being shared between threads.
     busy: Cell<bool>,
 }
 
@@ -224,13 +237,13 @@ impl std::fmt::Debug for ThreadTeam {
 }
 
 impl ThreadTeam {
-    /// Starts `threads - 1` helpers, named `name` and a number. They inherit the caller's cores. After a turn helpers spin for `spin`
+    /// Starts `threads - 1` helpers, named `name` and a number, with the caller's CPU affinity. After a turn helpers spin for `spin`
     /// before they sleep, unless the team is at rest.
     ///
     /// # Errors
     /// If the doorbells' memory or a thread cannot be created.
     pub fn start(name: &str, threads: usize, spin: Duration) -> io::Result<Self> {
-        let helpers = threads.saturating_sub(1);
+        let helpers = threads.saturating_sub(1).min(MAX_HELPERS);
         let bells = match helpers {
             0 => Vec::new(),
             _ => {
@@ -278,16 +291,18 @@ impl ThreadTeam {
         let shared = &*self.shared;
         let changes = shared.changes.load(Ordering::Relaxed);
         if self.helpers != 0 && changes % 2 != parity {
-            shared.wanted.store(self.helpers, Ordering::Relaxed);
             shared.changes.store(changes.wrapping_add(1), Ordering::Release);
-            shared.bells[0].ring();
+            // Of a rest, spinning helpers learn by themselves, and sleeping ones when they wake up.
+            if parity == ROUSED {
+                shared.bells[0].ring();
+            }
         }
     }
 
-    /// Calls `work(0)` on this thread and `work(i)` on helper `i`, on up to `threads - 1` helpers that it wakes if necessary and on
-    /// helpers that are awake, and returns when all calls have returned. Each number is used at most once.
+    /// Calls `work(0)` on this thread and `work(i)` on up to `threads - 1` helpers, each number below `threads` at most once, and
+    /// returns after the last call.
     ///
-    /// Calls whose helpers come late are left out, so `work` takes its items from a queue.
+    /// Helpers that sleep are woken. A helper that comes late makes no call, so `work` must take its items from a queue.
     ///
     /// # Panics
     /// If a call panics, or `work` uses the team.
@@ -304,12 +319,13 @@ impl ThreadTeam {
         // SAFETY: the last turn is closed and empty, and `busy` excludes another one.
         unsafe { *shared.job.get() = Some(job) };
         shared.wanted.store(helpers, Ordering::Relaxed);
-        shared.turn.open();
+        shared.turn.open(helpers);
         let under_way = UnderWay { turn: &shared.turn, busy: &self.busy };
         shared.bells[0].ring();
-        work(0);
+        let end = catch_unwind(AssertUnwindSafe(|| work(0)));
         drop(under_way);
-        if let Some(panic) = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        let of_helper = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = end.err().or(of_helper) {
             resume_unwind(panic);
         }
     }
@@ -327,8 +343,7 @@ impl Drop for Roused<'_> {
 impl Drop for ThreadTeam {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        // No turn is under way, so the threads touch nothing but the state, which they share. They are not joined: a join of a
-        // thread that was killed panics.
+        // Helpers use only the shared state from here on, so they need not be joined.
         self.shared.bells.iter().for_each(Doorbell::ring);
     }
 }

@@ -3,9 +3,10 @@
 //! # How long to spin
 //! All threads that wait for the next event of a step (the step loop, GPU ranks, the threads that copy rows) follow one
 //! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
-//! rung. CPU ranks need their cores to compute: their threads sleep at once while a step is in flight. While none is, those cores are
-//! idle, so the step loop, the first thread of a rank and, after an answer, a session's thread spin for [`BETWEEN_STEPS`] before they
-//! sleep ([`spin_between_steps`]).
+//! rung. CPU ranks need their cores to compute, so their first thread sleeps at once while it waits for other ranks; the other threads
+//! of a rank spin only between the parts of a step ([`team`](crate::team)). While no step is in flight, those cores are idle, so the
+//! step loop, the first thread of a rank and, after an answer, a session's thread spin for [`BETWEEN_STEPS`] before they sleep
+//! ([`spin_between_steps`]).
 //!
 //! # The doorbell
 //! A [`Doorbell`] is one 32-bit word: bit 0 says that the waiter sleeps or is about to sleep, the other bits count rings.

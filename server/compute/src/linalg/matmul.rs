@@ -95,7 +95,7 @@ fn chunk(
     let queue = WorkQueue::new(parts);
     let packed = DisjointSlice::new(&mut scratch.x);
     run_parallel(team, parts, &mut scratch.sums, |_| {
-        for (item, _) in queue.iter() {
+        for item in queue.items() {
             let (start, count) = part(item);
             for tile in Tiling::new(level, count).iter() {
                 let first = start + tile.start;
@@ -118,7 +118,7 @@ fn chunk(
     let x_scales = if count == 1 { x_scales } else { &[] };
     let out = DisjointSlice::new(out);
     run_parallel(team, parts * panels, &mut scratch.sums, |sums| {
-        for (item, next) in queue.iter() {
+        for (item, next) in queue.with_next() {
             let ((start, count), panel) = (part(item % parts), item / parts);
             let next = next.map_or(&[][..], |next| matrix.panel_data(next / parts));
             let sums = &mut sums[..count * width];

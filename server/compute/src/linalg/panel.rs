@@ -56,13 +56,14 @@ pub(crate) fn multiply(
     let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
     let weights = matrix.panel_data(panel);
     let scales = &matrix.scales[..];
-    let ahead = AHEAD.div_ceil(matrix.block_bytes());
-    let (mut prefetch, prefetch_step, turn) = match tiling.tiles() {
-        // The panel is read once and streams from memory: prefetch a little ahead, at its end the beginning of the next panel.
+    let (mut prefetch, prefetch_step, next_from) = match tiling.tiles() {
+        // The panel is read once and streams from memory: prefetch a fixed distance ahead. Near the panel's end that is the start of
+        // `next`.
         0 | 1 => {
-            let turn = if next.is_empty() { blocks } else { blocks.saturating_sub(ahead) };
-            let ahead = ahead * matrix.block_bytes();
-            (weights.as_ptr().wrapping_add(ahead), matrix.block_bytes() / PAIRS, turn)
+            let ahead = AHEAD.div_ceil(matrix.block_bytes());
+            let next_from = if next.is_empty() { blocks } else { blocks.saturating_sub(ahead) };
+            let first = weights.as_ptr().wrapping_add(ahead * matrix.block_bytes());
+            (first, matrix.block_bytes() / PAIRS, next_from)
         }
         // Only the first tile reads the panel from memory, the others from the cache: prefetch the next panel.
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS), blocks),
@@ -93,7 +94,7 @@ pub(crate) fn multiply(
             acc: wide.as_mut_ptr().cast(),
             prefetch,
             prefetch_step,
-            prefetch_turn: turn.checked_sub(first).unwrap_or(usize::MAX),
+            next_from: next_from.checked_sub(first).unwrap_or(usize::MAX),
             prefetch_next: next.as_ptr(),
         };
         let mut format = matrix.format;
@@ -116,8 +117,8 @@ pub(crate) fn multiply(
             // SAFETY: the level is supported; weights, x, its scales and acc have the lengths that `KernelArgs` asks for; a
             // matrix that needs scales has `scale_vectors` vectors per panel, which cover its blocks.
             unsafe { kernel(&arguments) };
-            prefetch = match turn.checked_sub(first).filter(|turn| *turn < blocks) {
-                Some(turn) => next.as_ptr().wrapping_add((blocks - turn) * matrix.block_bytes()),
+            prefetch = match next_from.checked_sub(first).filter(|from| *from < blocks) {
+                Some(from) => next.as_ptr().wrapping_add((blocks - from) * matrix.block_bytes()),
                 None => prefetch.wrapping_add(blocks * PAIRS * prefetch_step),
             };
         }

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use expertd_shm::ThreadTeam;
 
-/// Runs `work` with an element of `scratch` each on up to as many threads of `team` as there are `items` (on the calling thread
-/// if there is no team), and waits for all.
+/// Calls `work` on up to `items` threads of `team`, each with its own element of `scratch`, or on the calling thread if there is no
+/// team, and waits for all.
 ///
 /// `work` takes the items from a [`WorkQueue`]. Which thread computes an item differs between runs, so an item's result must
 /// not depend on it.
@@ -22,14 +22,9 @@ pub(crate) fn run_parallel<S: Send>(
     match (team, &mut *scratch) {
         (_, []) => {}
         (Some(team), scratch) if threads > 1 => {
-            let count = scratch.len();
             let scratch = DisjointSlice::new(scratch);
-            team.run(threads, &|thread| {
-                if thread < count {
-                    // SAFETY: a team uses each number once in a run.
-                    work(unsafe { &mut scratch.part_mut(thread..thread + 1)[0] });
-                }
-            });
+            // SAFETY: a team uses each number at most once in a run.
+            team.run(threads, &|thread| work(unsafe { &mut scratch.part_mut(thread..thread + 1)[0] }));
         }
         (_, [first, ..]) => work(first),
     }
@@ -54,7 +49,7 @@ pub fn for_each_chunk<A: Send, B: Sync>(
     let count = a.len().div_ceil(a_len).min(b.len().div_ceil(b_len));
     let (total, a, queue) = (a.len(), DisjointSlice::new(a), WorkQueue::new(count));
     run_parallel(team, count, &mut vec![(); threads], |()| {
-        for (item, _) in queue.iter() {
+        for item in queue.items() {
             // SAFETY: each item is handed out once, and chunks do not overlap.
             let a = unsafe { a.part_mut(item * a_len..total.min((item + 1) * a_len)) };
             each(a, &b[item * b_len..b.len().min((item + 1) * b_len)]);
@@ -73,9 +68,14 @@ impl WorkQueue {
         WorkQueue { next: AtomicUsize::new(0), count }
     }
 
+    /// The items that the calling thread takes, until none are left.
+    pub(crate) fn items(&self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::from_fn(|| self.take())
+    }
+
     /// The items that the calling thread takes, until none are left. Each comes with the thread's next item, which is taken early
     /// so that its weights can be prefetched.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Option<usize>)> + '_ {
+    pub(crate) fn with_next(&self) -> impl Iterator<Item = (usize, Option<usize>)> + '_ {
         let mut ahead = self.take();
         std::iter::from_fn(move || {
             let item = ahead?;
@@ -139,7 +139,7 @@ mod tests {
                 let shared = DisjointSlice::new(&mut done);
                 let queue = WorkQueue::new(count);
                 run_parallel(Some(&team), count, &mut vec![(); threads], |()| {
-                    for (item, next) in queue.iter() {
+                    for (item, next) in queue.with_next() {
                         assert!(next.is_none_or(|next| next > item));
                         // SAFETY: each item is handed out once.
                         let part = unsafe { shared.part_mut(item..item + 1) };

@@ -43,8 +43,8 @@ fn magnitudes(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
 /// partial sums add up as a random walk; this is seven standard deviations for 300 products.
 const TOLERANCE: f64 = 3e-6;
 
-/// Bounds of the errors of products. A row alone may become fixed-point numbers, whose unit is at most 2^-28 of the largest element:
-/// each element of the row is off by up to half of that, however small it is.
+/// Largest allowed errors of products. A single row may be converted to fixed point, which moves each element by up to 2^-29 of the
+/// row's largest one.
 fn allowed_errors(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
     let largest = x.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
     let off = if x.len() == k { f64::from(largest) * 2f64.powi(-29) } else { 0.0 };

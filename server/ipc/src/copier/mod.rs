@@ -61,7 +61,7 @@ struct Portions {
     next: AtomicUsize,
 }
 
-// SAFETY: the caller of `CopyBatch::push` has promised that the addresses may be used, and each portion is copied by one thread.
+// SAFETY: `push`'s callers promise that the addresses are valid, and each portion is copied by one thread.
 unsafe impl Sync for Portions {}
 
 impl Portions {

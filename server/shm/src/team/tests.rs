@@ -87,10 +87,8 @@ fn a_panic_reaches_the_caller_and_the_team_goes_on() {
         for culprit in [0, team.threads() - 1] {
             // The last helper may come late to a turn, and then its call is left out.
             let panicked = (0..1000).any(|_| {
-                let begun = AtomicUsize::new(0);
                 let end = catch_unwind(AssertUnwindSafe(|| {
                     team.run(team.threads(), &|thread| {
-                        begun.fetch_add(1, Ordering::Relaxed);
                         assert_ne!(thread, culprit, "on purpose");
                         std::thread::sleep(Duration::from_micros(300));
                     });
@@ -105,7 +103,7 @@ fn a_panic_reaches_the_caller_and_the_team_goes_on() {
 
 #[test]
 fn a_turn_within_a_turn_panics() {
-    // The team is reached through the thread, because a job cannot hold it.
+    // A job must be `Sync` and a team is not, so the job finds the team in the storage of its thread.
     thread_local! {
         static TEAM: std::rc::Rc<ThreadTeam> =
             std::rc::Rc::new(ThreadTeam::start("team", 2, Duration::ZERO).expect("a thread starts"));
@@ -121,4 +119,34 @@ fn a_turn_within_a_turn_panics() {
     });
     assert!(nested.load(Ordering::Relaxed));
     assert_eq!(taken(&team, 2, 3).into_iter().flatten().count(), 3);
+}
+
+#[test]
+fn panics_of_two_threads_end_one_turn() {
+    for team in teams() {
+        let (begun, both) = (AtomicUsize::new(0), team.threads().min(2));
+        let end = catch_unwind(AssertUnwindSafe(|| {
+            team.run(team.threads(), &|_| {
+                begun.fetch_add(1, Ordering::Relaxed);
+                while begun.load(Ordering::Relaxed) < both {
+                    std::thread::yield_now();
+                }
+                panic!("on purpose");
+            });
+        }));
+        assert!(end.is_err());
+        assert_eq!(taken(&team, team.threads(), 20).into_iter().flatten().count(), 20);
+    }
+}
+
+#[test]
+fn helpers_beyond_the_number_of_threads_take_no_part() {
+    for team in teams() {
+        for threads in [1, 2, 3] {
+            for _ in 0..50 {
+                let taken = taken(&team, threads, 100);
+                assert!(taken.iter().skip(threads).all(Vec::is_empty));
+            }
+        }
+    }
 }

@@ -216,7 +216,7 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         let items = parts.len() * panels;
         let queue = WorkQueue::new(items);
         run_parallel(team, items, sums, |sums| {
-            for (item, next) in queue.iter() {
+            for (item, next) in queue.with_next() {
                 let (part, panel) = (&parts[item / panels], item % panels);
                 let expert = self.expert(part.expert);
                 let next = next.map_or(&[][..], |next| {
@@ -250,7 +250,7 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         let items = panels.div_ceil(per_item);
         let queue = WorkQueue::new(items);
         run_parallel(team, items, sums, |sums| {
-            for (item, next_item) in queue.iter() {
+            for (item, next_item) in queue.with_next() {
                 let mine = item * per_item..panels.min((item + 1) * per_item);
                 let columns = mine.start * width..self.hidden.min(mine.end * width);
                 if fresh {
@@ -354,7 +354,7 @@ fn for_each_tile(
     // The work of few tiles takes less time than waking threads.
     let team = team.filter(|_| tiles > 4);
     run_parallel(team, tiles, threads, |_| {
-        for (item, _) in queue.iter() {
+        for item in queue.items() {
             let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
             let tile = part.tiling.tile(item - part.tiles);
             let at = (part.start + tile.start) * k;

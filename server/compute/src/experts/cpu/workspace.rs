@@ -11,7 +11,7 @@ pub struct WorkspaceSize {
     pub intermediate: usize,
     /// Largest number of assignments per call: rows times the most local experts that a row can have.
     pub assignments: usize,
-    /// Threads of the team that calls pass; 1 without a team.
+    /// Number of threads of the team that calls use; 1 without a team.
     pub threads: usize,
 }
 

@@ -46,9 +46,9 @@ pub(super) struct KernelArgs {
     /// Prefetch distance per two input features, in bytes, at most the size of their weights. Prefetching in small
     /// steps, and into L2, keeps memory busy without stalling the multiply-adds; one burst per block was 15 % slower.
     pub(super) prefetch_step: usize,
-    /// Number of the block from which on `prefetch_next` is prefetched; at least `blocks` if it is not.
-    pub(super) prefetch_turn: usize,
-    /// The weights that this thread reads after the panel; need not be valid.
+    /// Index of the block at which prefetching continues at `prefetch_next`; at least `blocks` if it does not.
+    pub(super) next_from: usize,
+    /// First address of the weights that this thread reads after the panel. It is only prefetched and need not be valid.
     pub(super) prefetch_next: *const u8,
 }
 

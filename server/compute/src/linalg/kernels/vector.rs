@@ -251,7 +251,7 @@ macro_rules! vector_kernels {
                 let mut acc = [[[$zero(); 2]; R]; S];
                 let (mut weights, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
                 for number in 0..args.blocks {
-                    if number == args.prefetch_turn {
+                    if number == args.next_from {
                         prefetch = args.prefetch_next;
                     }
                     for pair in 0..K_BLOCK / 2 {
@@ -339,7 +339,7 @@ macro_rules! vector_kernels {
                 let (mut block, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
                 let (mut scales, mut scale_left) = (args.scales, args.scale_left);
                 for number in 0..args.blocks {
-                    if number == args.prefetch_turn {
+                    if number == args.next_from {
                         prefetch = args.prefetch_next;
                     }
                     if scale_left == 0 {

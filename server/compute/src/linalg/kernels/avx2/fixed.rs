@@ -172,7 +172,7 @@ unsafe fn row<F: Pairs>(args: &KernelArgs) {
         let (mut block, mut x, mut prefetch) = (args.weights, args.x, args.prefetch);
         let (mut scales, mut scale_left) = (args.scales, args.scale_left);
         for number in 0..args.blocks {
-            if number == args.prefetch_turn {
+            if number == args.next_from {
                 prefetch = args.prefetch_next;
             }
             if scale_left == 0 {
