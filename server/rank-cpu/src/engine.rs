@@ -30,8 +30,8 @@ use expertd_rank::{
 use expertd_shm::ThreadTeam;
 use expertd_types::{MemoryId, Phase, Rank, Slot};
 
-/// How long helpers spin between two parts of a step, such as gate and experts: longer than one thread works alone, shorter than most
-/// waits for other ranks. They do so on few cores as well, because a step's helpers have their cores to themselves.
+/// How long helpers spin after a part of a step, such as the gate: longer than one thread works alone, shorter than most waits for
+/// other ranks. They do so on few cores as well, because a step's helpers have their cores to themselves.
 const BETWEEN_PARTS: Duration = Duration::from_micros(200);
 
 /// Rows of the current step, each buffer `[max_tokens_per_rank, hidden]`. A CPU rank runs one step after another, so one
@@ -209,7 +209,6 @@ impl StepEngine for CpuEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
-        let _roused = self.team.rouse();
         let mut staging = staging;
         let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
         let slot = Slot(step.slot);

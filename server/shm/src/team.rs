@@ -1,8 +1,8 @@
 //! A team of threads that do the parts of a step together.
 //!
 //! The thread pools of libraries sleep within microseconds of their last task. Waking a thread takes 50 µs or more where idle
-//! cores are halted, which is longer than many parts of a step. The helpers of a team spin between the parts instead, for a
-//! bounded time, and sleep between steps.
+//! cores are halted, which is longer than many parts of a step. The helpers of a team spin for a bounded time after each part
+//! instead, and then sleep.
 //!
 //! # The protocol
 //! The caller writes a job and opens a turn, does its own share, closes the turn and waits until no helper is in it. A helper enters
@@ -16,7 +16,7 @@ use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -126,19 +126,13 @@ impl<W: TurnWord> Turn<W> {
 /// A job: a function of the thread's number, borrowed from the caller of [`ThreadTeam::run`].
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// Parities of [`Shared::changes`].
-const ROUSED: u32 = 1;
-const AT_REST: u32 = 0;
-
 /// State that the threads of a team share.
 struct Shared {
     turn: Turn,
     /// Written by the caller between turns, read by helpers within one.
     job: UnsafeCell<Option<Job>>,
-    /// Number of helpers that the next wake-up reaches.
+    /// Number of helpers to wake for the turn.
     wanted: AtomicUsize,
-    /// Number of times the team was roused or put to rest.
-    changes: AtomicU32,
     stop: AtomicBool,
     /// The panic of a helper in this turn.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -151,48 +145,29 @@ unsafe impl Sync for Shared {}
 // SAFETY: as above.
 unsafe impl Send for Shared {}
 
-/// What ends a helper's wait.
-enum News {
-    Turn,
-    Change,
-    Stop,
-}
-
 impl Shared {
     /// The loop of helper `helper`.
     fn help(&self, helper: usize, spin: Duration) {
-        let (mut last, mut changes) = (0, ROUSED);
+        let mut last = 0;
         loop {
-            let policy = WaitPolicy::unlimited(if changes % 2 == ROUSED { spin } else { Duration::ZERO });
-            let news = self.bells[helper].wait_for(policy, || {
-                if self.turn.enter(helper, &mut last) {
-                    Some(News::Turn)
-                } else if self.changes.load(Ordering::Acquire) != changes {
-                    Some(News::Change)
-                } else {
-                    self.stop.load(Ordering::Acquire).then_some(News::Stop)
-                }
+            let entered = self.bells[helper].wait_for(WaitPolicy::unlimited(spin), || {
+                let entered = self.turn.enter(helper, &mut last);
+                (entered || self.stop.load(Ordering::Acquire)).then_some(entered)
             });
-            let now = self.changes.load(Ordering::Acquire);
-            // The caller wakes one thread, and each thread two more: all of them if the team was roused, before a turn of few as well.
-            let all = now != changes && now % 2 == ROUSED;
-            let wanted = if all { self.bells.len() } else { self.wanted.load(Ordering::Relaxed) };
-            changes = now;
-            self.bells.iter().take(wanted).skip(2 * helper + 1).take(2).for_each(Doorbell::ring);
-            match news {
-                Ok(News::Turn) => {
-                    // SAFETY: this thread is in the turn, so the caller neither writes the job nor ends its borrow.
-                    let job = unsafe { (*self.job.get()).map(|job| &*job) };
-                    let end = catch_unwind(AssertUnwindSafe(|| job.map(|job| job(helper + 1))));
-                    if let Err(panic) = end {
-                        self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
-                    }
-                    self.turn.leave();
-                }
-                Ok(News::Change) => {}
-                // A wait without a deadline cannot time out.
-                Ok(News::Stop) | Err(_) => return,
+            // A wait without a deadline cannot time out.
+            if entered != Ok(true) {
+                return;
             }
+            // The caller wakes one thread, and each thread two more.
+            let wanted = self.wanted.load(Ordering::Relaxed);
+            self.bells.iter().take(wanted).skip(2 * helper + 1).take(2).for_each(Doorbell::ring);
+            // SAFETY: this thread is in the turn, so the caller neither writes the job nor ends its borrow.
+            let job = unsafe { (*self.job.get()).map(|job| &*job) };
+            let end = catch_unwind(AssertUnwindSafe(|| job.map(|job| job(helper + 1))));
+            if let Err(panic) = end {
+                self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+            }
+            self.turn.leave();
         }
     }
 }
@@ -238,7 +213,7 @@ impl std::fmt::Debug for ThreadTeam {
 
 impl ThreadTeam {
     /// Starts `threads - 1` helpers, named `name` and a number, with the caller's CPU affinity. After a turn helpers spin for `spin`
-    /// before they sleep, unless the team is at rest.
+    /// before they sleep.
     ///
     /// # Errors
     /// If the doorbells' memory or a thread cannot be created.
@@ -256,7 +231,6 @@ impl ThreadTeam {
             turn: Turn::default(),
             job: UnsafeCell::new(None),
             wanted: AtomicUsize::new(0),
-            changes: AtomicU32::new(ROUSED),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
             bells,
@@ -276,27 +250,6 @@ impl ThreadTeam {
     #[must_use]
     pub const fn threads(&self) -> usize {
         self.helpers + 1
-    }
-
-    /// Wakes the helpers, so that they spin for turns from now on. When the returned value is dropped, the team is at rest: helpers
-    /// sleep as soon as they have no turn.
-    #[must_use = "dropping it puts the team to rest"]
-    pub fn rouse(&self) -> Roused<'_> {
-        self.change(ROUSED);
-        Roused(self)
-    }
-
-    /// Rouses the team or puts it to rest: `parity` is that of the number of changes afterwards.
-    fn change(&self, parity: u32) {
-        let shared = &*self.shared;
-        let changes = shared.changes.load(Ordering::Relaxed);
-        if self.helpers != 0 && changes % 2 != parity {
-            shared.changes.store(changes.wrapping_add(1), Ordering::Release);
-            // Of a rest, spinning helpers learn by themselves, and sleeping ones when they wake up.
-            if parity == ROUSED {
-                shared.bells[0].ring();
-            }
-        }
     }
 
     /// Calls `work(0)` on this thread and `work(i)` on up to `threads - 1` helpers, each number below `threads` at most once, and
@@ -328,15 +281,6 @@ impl ThreadTeam {
         if let Some(panic) = end.err().or(of_helper) {
             resume_unwind(panic);
         }
-    }
-}
-
-/// A team whose helpers spin; see [`ThreadTeam::rouse`].
-pub struct Roused<'a>(&'a ThreadTeam);
-
-impl Drop for Roused<'_> {
-    fn drop(&mut self) {
-        self.0.change(AT_REST);
     }
 }
 

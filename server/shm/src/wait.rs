@@ -4,7 +4,7 @@
 //! All threads that wait for the next event of a step (the step loop, GPU ranks, the threads that copy rows) follow one
 //! rule: where there are cores to spare, a thread spins for [`SPIN_TIME`] after its last event, then sleeps until it is
 //! rung. CPU ranks need their cores to compute, so their first thread sleeps at once while it waits for other ranks; the other threads
-//! of a rank spin only between the parts of a step ([`team`](crate::team)). While no step is in flight, those cores are idle, so the
+//! of a rank spin for a moment after each part of a step ([`team`](crate::team)). While no step is in flight, those cores are idle, so the
 //! step loop, the first thread of a rank and, after an answer, a session's thread spin for [`BETWEEN_STEPS`] before they sleep
 //! ([`spin_between_steps`]).
 //!

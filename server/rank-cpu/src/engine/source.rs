@@ -113,7 +113,6 @@ impl StepEngine for SourceEngine {
         notice: &ExpertsNotice,
     ) -> Result<Option<StepReport>, StepFault> {
         let mut clock = PhaseClock::start();
-        let _roused = self.team.rouse();
         let mut staging = staging;
         let (hidden, tokens, k) = (self.hidden, step.tokens as usize, step.top_k as usize);
         let (slot, sequence) = (Slot(step.slot), Sequence(step.sequence));

@@ -92,7 +92,6 @@ impl StepEngine for WorkerEngine {
             return Ok(Some(StepReport { phases: clock.phases(), ..StepReport::default() }));
         }
 
-        let _roused = self.team.rouse();
         let stride = self.wire.shape().stride();
         let (incoming, sums) = self.wire.step(slot, sequence, tokens, k).map_err(StepFault::engine)?;
         let rows = &mut self.rows[..tokens * hidden];

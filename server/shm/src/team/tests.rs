@@ -2,15 +2,11 @@ use std::collections::BTreeSet;
 
 use super::*;
 
-/// Teams of one thread, of helpers that spin between turns, and of helpers at rest.
+/// Teams of one thread, of helpers that spin between turns, and of helpers that sleep at once.
 fn teams() -> Vec<ThreadTeam> {
-    let all = [(1, false), (2, false), (2, true), (5, false), (5, true)];
-    let start = |(threads, at_rest)| {
-        let team = ThreadTeam::start("team", threads, Duration::from_micros(200)).expect("threads start");
-        if at_rest {
-            drop(team.rouse());
-        }
-        team
+    let all = [(1, 0), (2, 0), (2, 200), (5, 0), (5, 200)];
+    let start = |(threads, spin)| {
+        ThreadTeam::start("team", threads, Duration::from_micros(spin)).expect("threads start")
     };
     all.map(start).into_iter().collect()
 }
@@ -61,24 +57,7 @@ fn helpers_work_beside_the_caller() {
 #[test]
 fn a_team_of_one_thread_needs_no_helper() {
     let team = ThreadTeam::start("team", 1, Duration::ZERO).expect("no thread to start");
-    let _roused = team.rouse();
     assert_eq!(taken(&team, 8, 3), [[0, 1, 2]]);
-}
-
-#[test]
-fn rousing_and_resting_at_any_time_lose_no_turn() {
-    for team in teams() {
-        for round in 0..200 {
-            let roused = (round % 3 != 0).then(|| team.rouse());
-            if round % 5 == 0 {
-                drop(team.rouse());
-            }
-            for _ in 0..round % 4 {
-                assert_eq!(taken(&team, team.threads(), 20).into_iter().flatten().sum::<usize>(), 190);
-            }
-            drop(roused);
-        }
-    }
 }
 
 #[test]
