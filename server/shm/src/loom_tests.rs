@@ -228,7 +228,7 @@ fn loom_team() {
                 thread::spawn(move || {
                     let (mut last, mut turns) = (0, 0);
                     for _ in 0..2 {
-                        if team.turn.enter(helper, &mut last) {
+                        if team.turn.enter(helper, &mut last).is_some() {
                             // SAFETY: loom checks every access before it happens.
                             let job = team.job.with(|job| unsafe { *job });
                             // SAFETY: as above.

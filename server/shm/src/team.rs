@@ -16,7 +16,7 @@ use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -90,20 +90,20 @@ impl<W: TurnWord> Turn<W> {
     }
 
     /// Enters the turn as helper `helper` if that may and the turn is not the one with the number `last`, and writes its number to
-    /// `last`.
-    pub(crate) fn enter(&self, helper: usize, last: &mut u64) -> bool {
+    /// `last`. Returns the number of helpers that may enter.
+    pub(crate) fn enter(&self, helper: usize, last: &mut u64) -> Option<usize> {
         let mut word = self.0.load(Ordering::Relaxed);
-        let may = |word| word & OPEN != 0 && helper < (word >> WANTED_SHIFT & INSIDE) as usize;
-        while may(word) && word >> NUMBER_SHIFT != *last {
+        let wanted = |word| (word >> WANTED_SHIFT & INSIDE) as usize;
+        while word & OPEN != 0 && helper < wanted(word) && word >> NUMBER_SHIFT != *last {
             match self.0.compare_exchange(word, word + 1, Ordering::Acquire) {
                 Ok(_) => {
                     *last = word >> NUMBER_SHIFT;
-                    return true;
+                    return Some(wanted(word));
                 }
                 Err(found) => word = found,
             }
         }
-        false
+        None
     }
 
     /// Ends the helper's share of the turn that it has entered; it does not read the job after this.
@@ -131,8 +131,6 @@ struct Shared {
     turn: Turn,
     /// Written by the caller between turns, read by helpers within one.
     job: UnsafeCell<Option<Job>>,
-    /// Number of helpers to wake for the turn.
-    wanted: AtomicUsize,
     stop: AtomicBool,
     /// The panic of a helper in this turn.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -152,14 +150,11 @@ impl Shared {
         loop {
             let entered = self.bells[helper].wait_for(WaitPolicy::unlimited(spin), || {
                 let entered = self.turn.enter(helper, &mut last);
-                (entered || self.stop.load(Ordering::Acquire)).then_some(entered)
+                (entered.is_some() || self.stop.load(Ordering::Acquire)).then_some(entered)
             });
             // A wait without a deadline cannot time out.
-            if entered != Ok(true) {
-                return;
-            }
+            let Ok(Some(wanted)) = entered else { return };
             // The caller wakes one thread, and each thread two more.
-            let wanted = self.wanted.load(Ordering::Relaxed);
             self.bells.iter().take(wanted).skip(2 * helper + 1).take(2).for_each(Doorbell::ring);
             // SAFETY: this thread is in the turn, so the caller neither writes the job nor ends its borrow.
             let job = unsafe { (*self.job.get()).map(|job| &*job) };
@@ -230,7 +225,6 @@ impl ThreadTeam {
         let shared = Arc::new(Shared {
             turn: Turn::default(),
             job: UnsafeCell::new(None),
-            wanted: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
             bells,
@@ -271,7 +265,6 @@ impl ThreadTeam {
         let job = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(work) };
         // SAFETY: the last turn is closed and empty, and `busy` excludes another one.
         unsafe { *shared.job.get() = Some(job) };
-        shared.wanted.store(helpers, Ordering::Relaxed);
         shared.turn.open(helpers);
         let under_way = UnderWay { turn: &shared.turn, busy: &self.busy };
         shared.bells[0].ring();

@@ -1,4 +1,5 @@
 use std::collections::BTreeSet;
+use std::sync::atomic::AtomicUsize;
 
 use super::*;
 
