@@ -1,8 +1,9 @@
 // The experts' products of the portable path for more than a few rows: a grouped product of bf16 with mma.sync, on the same packed weights as
 // the other kernels. One launch computes h from gate and up, a second one y from down; h is bf16 [assignments][inter].
 //
-// Blocks take tiles in turn. The stages of a tile arrive in a ring (grouped_ring.cuh) while the tensor cores multiply earlier ones. A sum is
-// added up in the order of k by one warp, so the bits of a row depend neither on the division of work nor on other rows.
+// Blocks draw tiles from a counter, so that blocks with neighbouring tiles read the same weights at the same time. The stages of a tile arrive
+// in a ring (grouped_ring.cuh) while the tensor cores multiply earlier ones. A sum is added up in the order of k by one warp, so the bits of a
+// row depend neither on the division of work nor on other rows.
 #pragma once
 
 #include <algorithm>
@@ -16,139 +17,169 @@
 
 namespace expertd {
 
-// Multiplies a tile, of which each warp has up to PAIRS * 16 tokens.
-template <class Shape, int PAIRS>
-__device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&sums)[Shape::UNITS][2 * Shape::PAIRS][4], int panels, int row_warp, int token_warp) {
-    using Format = typename Shape::Format;
-    constexpr int UNITS = Shape::UNITS, STEPS = PANEL_K / 16;
-    const int lane = threadIdx.x % 32, row = lane % 8;
-    const uint32_t weights = row_warp * UNITS * Format::ELEMENT_BYTES, scales = Shape::SCALES_AT + row_warp * UNITS * Format::SCALE_BYTES;
-    // Of a matrix of eight tokens and eight k a lane gives the address of a row: matrices are two groups of tokens by two halves of a step.
-    const uint32_t tokens = Shape::TOKENS_AT + (token_warp * PAIRS * 16 + lane / 16 * 8 + row) * PANEL_ROW_BYTES + ((lane / 8 % 2 ^ row) * 16);
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) {
-#pragma unroll
-        for (int c = 0; c < 2 * PAIRS; c++) sums[u][c][0] = sums[u][c][1] = sums[u][c][2] = sums[u][c][3] = 0.0f;
-    }
-    typename Format::template Weights<UNITS> of;
-    uint32_t a[UNITS][4];
-    uint4 b[2];
-    uint32_t stage;
-    const auto begin_stage = [&](int panel) {
-        stage = ring.next();
-        of.load(stage + weights, stage + scales, panel % Format::BLOCK_PANELS);
-    };
-    begin_stage(0);
-#pragma unroll
-    for (int u = 0; u < UNITS; u++) of.fragment(0, u, a[u]);
-    b[0] = load_matrices(stage + tokens);
-#pragma unroll 1
-    for (int panel = 0; panel < panels; panel++) {
-        const bool more = panel + 1 < panels;
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const bool last = step + 1 == STEPS;
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                const int at = step * PAIRS + pair, next = (at + 1) % (STEPS * PAIRS);
-                const bool ends = pair + 1 == PAIRS; // a unit's weights of the next step replace those that have been multiplied
-                if (last && ends) {
-                    ring.release();
-                    if (more) begin_stage(panel + 1);
-                }
-                if (!(last && ends) || more) b[(at + 1) % 2] = load_matrices(((stage + tokens) ^ (next / PAIRS * 32)) + next % PAIRS * 16 * PANEL_ROW_BYTES);
-                const uint4 now = b[at % 2];
-#pragma unroll
-                for (int u = 0; u < UNITS; u++) {
-                    mma_16x8x16(sums[u][2 * pair], a[u], now.x, now.y);
-                    mma_16x8x16(sums[u][2 * pair + 1], a[u], now.z, now.w);
-                    if (ends && (!last || more)) of.fragment(next / PAIRS, u, a[u]);
-                }
-                // The copies of a later stage are spread over the steps but the last one.
-                constexpr int SLOTS = (STEPS - 1) * PAIRS;
-                if (at == 0) ring.begin_copies();
-                if (at < SLOTS) {
-#pragma unroll
-                    for (int c = at * Shape::COPIES / SLOTS; c < (at + 1) * Shape::COPIES / SLOTS; c++) ring.copy(c);
-                }
-                if (at == SLOTS - 1) ring.end_copies();
-            }
-        }
+// Calls `f` with the constants from 0 on.
+template <int COUNT, int I = 0, class F> __device__ __forceinline__ void unrolled(const F& f) {
+    if constexpr (I < COUNT) {
+        f(Constant<I>());
+        unrolled<COUNT, I + 1>(f);
     }
 }
 
+// Multiplies a tile, of which each warp has up to COLUMNS * 8 tokens. A unit's weights are loaded while the one before is multiplied, and the
+// tokens of a step as soon as those of the step before have been used. Few fragments are held at a time, as registers are short.
+template <class Shape, int COLUMNS>
+__device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&sums)[Shape::UNITS][Shape::COLUMNS][4], int panels, int row_warp,
+                                              int token_warp) {
+    using Format = typename Shape::Format;
+    constexpr int UNITS = Shape::UNITS, PARTS = PANEL_K / 16 * UNITS, PAIRS = (COLUMNS + 1) / 2; // a part is a unit times a step of 16 k
+    const int lane = threadIdx.x % 32, row = lane % 8;
+    const uint32_t weights = row_warp * UNITS * Format::ELEMENT_BYTES, scales = Shape::SCALES_AT + row_warp * UNITS * Format::SCALE_BYTES;
+    // Of a matrix of eight tokens and eight k a lane gives the address of a row: matrices are two groups of tokens by two halves of a step.
+    const uint32_t tokens = Shape::TOKENS_AT + (token_warp * COLUMNS * 8 + lane / 16 * 8 + row) * PANEL_ROW_BYTES + ((lane / 8 % 2 ^ row) * 16);
+    const auto load_tokens = [&](uint32_t stage, int step, int pair) {
+        const uint32_t address = ((stage + tokens) ^ (step * 32)) + pair * 16 * PANEL_ROW_BYTES;
+        return 2 * pair + 1 < COLUMNS ? load_matrices(address) : load_two_matrices(address);
+    };
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+#pragma unroll
+        for (int c = 0; c < Shape::COLUMNS; c++) sums[u][c][0] = sums[u][c][1] = sums[u][c][2] = sums[u][c][3] = 0.0f;
+    }
+    typename Format::template Weights<UNITS> of;
+    uint32_t a[2][4];
+    uint4 b[PAIRS];
+    uint32_t stage = ring.next(false), next_stage = stage;
+    of.load(stage + weights, stage + scales, 0);
+    of.fragment(0, 0, a[0]);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) b[pair] = load_tokens(stage, 0, pair);
+    int half = 0; // of a block of two panels
+    bool may_copy = false;
+#pragma unroll 1
+    for (int left = panels; left > 0; left--) {
+        const bool more = left > 1;
+        bool is_there = false;
+        unrolled<PARTS>([&](auto index) {
+            constexpr int at = decltype(index)::value, step = at / UNITS, u = at % UNITS, next = at + 1;
+            constexpr bool ends = next == PARTS; // the stage has been read
+            constexpr int FIRST = Shape::LATE_COPIES ? PARTS / 2 : 0, SLOTS = PARTS - 1 - FIRST, slot = at - FIRST; // over which copies are spread
+            if constexpr (next == FIRST) may_copy = ring.is_empty();
+            if constexpr (at == FIRST) ring.begin_copies(may_copy);
+            if constexpr (at + 2 == PARTS) is_there = ring.is_full();
+            if constexpr (ends) {
+                ring.release();
+                ring.end_copies();
+                if constexpr (FIRST == 0) may_copy = ring.is_empty();
+                if (more) {
+                    next_stage = ring.next(is_there);
+                    if (Format::BLOCK_PANELS > 1) half ^= 1;
+                    of.load(next_stage + weights, next_stage + scales, half);
+                }
+            }
+            if constexpr (!ends) of.fragment(next / UNITS, next % UNITS, a[next % 2]);
+            else if (more) of.fragment(0, 0, a[next % 2]);
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                mma_16x8x16(sums[u][2 * pair], a[at % 2], b[pair].x, b[pair].y);
+                if (2 * pair + 1 < COLUMNS) mma_16x8x16(sums[u][2 * pair + 1], a[at % 2], b[pair].z, b[pair].w);
+                if constexpr (u + 1 == UNITS) {
+                    if constexpr (!ends) b[pair] = load_tokens(stage, step + 1, pair);
+                    else if (more) b[pair] = load_tokens(next_stage, 0, pair);
+                }
+            }
+            if constexpr (slot >= 0 && slot < SLOTS) ring.template copies<slot * Shape::COPIES / SLOTS, (slot + 1) * Shape::COPIES / SLOTS>();
+        });
+        stage = next_stage;
+    }
+}
+
+// Calls `multiply` with the constant `columns`, a multiple of STEP.
+template <int COLUMNS, int STEP, class F> __device__ __forceinline__ void with_columns(int columns, const F& multiply) {
+    if constexpr (COLUMNS > STEP) {
+        if (columns < COLUMNS) {
+            with_columns<COLUMNS - STEP, STEP>(columns, multiply);
+            return;
+        }
+    }
+    multiply(Constant<COLUMNS>());
+}
+
 template <class Shape>
-__global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS) portable_grouped(const __grid_constant__ ExpertdExpertsParams p, int phase, int stages) {
+__global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
+    portable_grouped(const __grid_constant__ ExpertdExpertsParams p, const __grid_constant__ GroupedPhase phase) {
     extern __shared__ __align__(128) unsigned char memory[];
     GroupedShared& shared = *reinterpret_cast<GroupedShared*>(memory);
-    if (threadIdx.x < stages) {
+    if (threadIdx.x < phase.stages) {
         barrier_init(&shared.full[threadIdx.x], Shape::THREADS);
         barrier_init(&shared.empty[threadIdx.x], Shape::THREADS / 32 * WARP_ARRIVALS);
     }
+    if (threadIdx.x < GROUPED_DRAWS) barrier_init(&shared.drawn[threadIdx.x], 1);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *drawn_tiles(p, 1 - phase.phase) = 0;
     // The barriers in there make the above visible, too.
-    const int token_tiles = make_grouped_tables<Shape::THREADS, Shape::TOKENS>(p, shared.tables, reinterpret_cast<int32_t*>(memory + sizeof(GroupedShared)));
+    int32_t* const scratch = reinterpret_cast<int32_t*>(memory + sizeof(GroupedShared));
+    const int token_tiles = make_grouped_tables<Shape::THREADS>(p, shared.tables, scratch, phase.tokens);
     if (token_tiles <= 0) return;
     const ExpertdLayerWeights layer = p.layers[p.layer != nullptr ? __ldcg(p.layer) : 0];
-    const GroupedMatrix matrix(p, layer, phase);
     const int warp = uniform(threadIdx.x / 32), row_warp = warp % Shape::ROW_WARPS, token_warp = warp / Shape::ROW_WARPS;
-    const int strips = matrix.strips<Shape>(), all = token_tiles * strips;
-    GroupedRing<Shape> ring(p, shared, matrix, phase, all, stages);
-    for (int id = blockIdx.x; id < all; id += gridDim.x) {
-        const GroupedTile tile = tile_of<Shape>(p, shared.tables, strips, id);
-        const int pairs = divide_up(tile.tokens, 16 * Shape::TOKEN_WARPS);
-        float sums[Shape::UNITS][2 * Shape::PAIRS][4];
-        const auto multiply = [&](auto of) {
-            constexpr int PAIRS = decltype(of)::value;
-            multiply_tile<Shape, PAIRS>(ring, sums, matrix.panels, row_warp, token_warp);
-            store_tile<Shape, PAIRS>(p, layer, phase, tile, tile.row / UNIT_ROWS + row_warp * Shape::UNITS, matrix.units, token_warp * PAIRS * 16, sums);
-        };
-        if constexpr (Shape::PAIRS == 8) {
-            if (pairs > 6) {
-                multiply(Constant<8>());
-                continue;
-            }
-            if (pairs > 4) {
-                multiply(Constant<6>());
-                continue;
-            }
-        }
-        if (pairs >= 4) multiply(Constant<4>());
-        else if (pairs == 3) multiply(Constant<3>());
-        else if (pairs == 2) multiply(Constant<2>());
-        else multiply(Constant<1>());
+    const int tiles = token_tiles * phase.strips, most = divide_up(tiles, gridDim.x); // most tiles of a block
+    if (warp < phase.draws) store_draw<Shape>(p, shared, phase, tiles, warp, blockIdx.x + warp * gridDim.x);
+    GroupedRing<Shape> ring(p, phase, layer, shared);
+    for (int index = 0;; index++) {
+        const GroupedTile tile = drawn_tile(shared, index);
+        if (tile.tokens == 0) break;
+        int later = tiles; // needed when this tile has been multiplied
+        if (threadIdx.x == 0 && index + phase.draws < most) later = phase.draws * gridDim.x + atomicAdd(drawn_tiles(p, phase.phase), 1u);
+        const int columns = divide_up(tile.tokens, 8 * Shape::STEP * Shape::TOKEN_WARPS) * Shape::STEP;
+        float sums[Shape::UNITS][Shape::COLUMNS][4];
+        with_columns<Shape::COLUMNS, Shape::STEP>(columns, [&](auto of) {
+            multiply_tile<Shape, decltype(of)::value>(ring, sums, phase.panels, row_warp, token_warp);
+        });
+        if (warp == 0) store_draw<Shape>(p, shared, phase, tiles, index + phase.draws, uniform(later));
+        const int unit = tile.row / UNIT_ROWS + row_warp * Shape::UNITS, first = token_warp * columns * 8;
+        if (phase.phase == 0) store_tile<Shape, 0>(p, layer, tile, unit, phase.units, first, columns, sums);
+        else store_tile<Shape, 1>(p, layer, tile, unit, phase.units, first, columns, sums);
     }
     copies_wait_all();
 }
 
-// 256 weight rows and 128 tokens are as much as 255 registers of eight warps allow. Where weights are widened, every warp has all tokens, so
-// that each element is widened once.
-template <class Format> using GroupedUsual = std::conditional_t<Format::ROW_SCALES, GroupedShape<Format, 8, 1, 2, 8>, GroupedShape<Format, 4, 2, 4, 4>>;
+// 256 weight rows and 160 tokens are as much as 255 registers of eight warps allow, and two tiles then hold an expert of 256 tokens and some
+// more. Where weights are widened, every warp has all tokens, so that each element is widened once, and 144 are the most.
+template <class Format>
+using GroupedUsual = std::conditional_t<Format::ROW_SCALES, GroupedShape<Format, 8, 1, 2, 18, 2>, GroupedShape<Format, 4, 2, 4, 10, 1>>;
 
 struct GroupedFitting {
-    int blocks, stages; // no blocks: the kernel does not run on this device
+    int blocks; // 0: the kernel does not run on this device
+    GroupedRoom room;
 };
 
-// One block of a multiprocessor, with as many stages as fit.
+// One block of a multiprocessor, with the widest tiles and as many stages as fit.
 template <class Shape> GroupedFitting grouped_fitting() {
     static const GroupedFitting found = [] {
-        GroupedFitting fits = {0, 0};
+        const GroupedFitting none = {};
         int device = 0, processors = 0, shared = 0, each = 0;
         if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
             cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
-            return fits;
+            return none;
         }
         // For tests: the shared memory of smaller cards, in bytes.
         if (const char* least = std::getenv("EXPERTD_CUDA_SHARED_BYTES")) shared = std::min(shared, std::atoi(least));
         // The shared memory of a multiprocessor is that of its largest block and 1 KB more, which every block takes besides its own.
-        const auto fitting = [&](int blocks) { return std::min(GROUPED_MOST_STAGES, ((shared + 1024) / blocks - 1024 - grouped_bytes<Shape>(0)) / Shape::STAGE_BYTES); };
-        const int stages = fitting(Shape::BLOCKS) >= 2 ? fitting(Shape::BLOCKS) : fitting(1);
-        if (stages < 2) return fits;
-        const int bytes = grouped_bytes<Shape>(stages);
+        const auto fitting = [&](int blocks, int tokens) {
+            return std::min(GROUPED_MOST_STAGES, ((shared + 1024) / blocks - 1024 - grouped_bytes<Shape>({0, tokens})) / Shape::stage_bytes(tokens));
+        };
+        GroupedRoom room = {};
+        for (int blocks = Shape::BLOCKS; blocks >= 1 && room.stages < 2; blocks--) {
+            for (const int tokens : {Shape::TOKENS, Shape::FEWER_TOKENS}) {
+                if (room.stages < 2) room = {fitting(blocks, tokens), tokens};
+            }
+        }
+        if (room.stages < 2) return none;
+        const int bytes = grouped_bytes<Shape>(room);
         if (cudaFuncSetAttribute(portable_grouped<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, portable_grouped<Shape>, Shape::THREADS, bytes) != cudaSuccess || each == 0) {
-            return fits;
+            return none;
         }
-        return GroupedFitting{processors * each, stages};
+        return GroupedFitting{processors * each, room};
     }();
     return found;
 }
@@ -156,10 +187,11 @@ template <class Shape> GroupedFitting grouped_fitting() {
 template <class Shape> int launch_grouped(const ExpertdExpertsParams& p, cudaStream_t stream) {
     GroupedFitting fits = grouped_fitting<Shape>();
     if (fits.blocks == 0) return cudaErrorInvalidConfiguration;
-    if (p.panel_rows / Shape::TOKENS + p.experts > GROUPED_MOST_TILES) return cudaErrorInvalidValue;
+    if (p.panel_rows / fits.room.tokens + p.experts > GROUPED_MOST_TILES) return cudaErrorInvalidValue;
     if (p.blocks > 0) fits.blocks = std::min(fits.blocks, int(p.blocks));
     for (int phase = 0; phase < 2; phase++) {
-        portable_grouped<Shape><<<fits.blocks, Shape::THREADS, grouped_bytes<Shape>(fits.stages), stream>>>(p, phase, fits.stages);
+        const GroupedPhase of = GroupedPhase::of<Shape>(p, phase, fits.room);
+        portable_grouped<Shape><<<fits.blocks, Shape::THREADS, grouped_bytes<Shape>(fits.room), stream>>>(p, of);
         const cudaError_t code = cudaGetLastError();
         if (code != cudaSuccess) return code;
     }

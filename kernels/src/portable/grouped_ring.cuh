@@ -9,52 +9,94 @@
 
 namespace expertd {
 
-// A tile's division among the warps of a block. A warp has UNITS units of 16 weight rows and up to PAIRS times 16 tokens.
-template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int PAIRS_, int BLOCKS_ = 1> struct GroupedShape {
+// A tile's division among the warps of a block. A warp has UNITS units of 16 weight rows and up to COLUMNS times 8 tokens, a multiple of STEP.
+template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int COLUMNS_, int STEP_, int BLOCKS_ = 1> struct GroupedShape {
     using Format = F;
-    static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, UNITS = UNITS_, PAIRS = PAIRS_;
+    static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, UNITS = UNITS_, COLUMNS = COLUMNS_, STEP = STEP_;
     static constexpr int BLOCKS = BLOCKS_; // of a multiprocessor, if they fit
+    // Whether the copies of a stage are issued while the second half of another one is multiplied. Either this, or a stage less that is
+    // brought ahead, saves warps from waiting for the slowest one after each stage.
+    static constexpr bool LATE_COPIES = !Format::ROW_SCALES;
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
     static constexpr int TILE_UNITS = ROW_WARPS * UNITS, ROWS = TILE_UNITS * UNIT_ROWS;
-    static constexpr int TOKENS = TOKEN_WARPS * PAIRS * 16;                 // most tokens of a tile
+    static constexpr int TOKENS = TOKEN_WARPS * COLUMNS * 8;                // most tokens of a tile,
+    static constexpr int FEWER_TOKENS = 128 < TOKENS ? 128 : TOKENS;        // and where shared memory is small
     static constexpr int SCALES_AT = TILE_UNITS * Format::ELEMENT_BYTES;              // place of the scales in a stage,
     static constexpr int TOKENS_AT = SCALES_AT + TILE_UNITS * Format::SCALE_BYTES;    // and of the tokens
-    static constexpr int STAGE_BYTES = TOKENS_AT + TOKENS * PANEL_ROW_BYTES;
+    static constexpr int stage_bytes(int tokens) { return TOKENS_AT + tokens * PANEL_ROW_BYTES; }
     // Copies of a thread for a stage: 16 bytes each of elements, of scales and of tokens.
     static constexpr int ELEMENT_COPIES = SCALES_AT / 16 / THREADS;
     static constexpr int SCALE_COPIES = (TILE_UNITS * Format::SCALE_BYTES / 16 + THREADS - 1) / THREADS;
-    static constexpr int TOKEN_STEP = THREADS / 8, TOKEN_COPIES = TOKENS / TOKEN_STEP;
+    static constexpr int TOKEN_STEP = THREADS / 8, TOKEN_COPIES = (TOKENS + TOKEN_STEP - 1) / TOKEN_STEP;
     static constexpr int COPIES = ELEMENT_COPIES + SCALE_COPIES + TOKEN_COPIES;
     static_assert(ELEMENT_COPIES * THREADS * 16 == SCALES_AT && THREADS * 16 % Format::ELEMENT_BYTES == 0 && SCALE_COPIES <= 1);
-    static_assert(2 * STAGE_BYTES <= 96 * 1024 && STAGE_BYTES % 128 == 0 && TOKENS_AT % 128 == 0 && TOKENS % TOKEN_STEP == 0);
+    static_assert(2 * stage_bytes(FEWER_TOKENS) <= 96 * 1024 && TOKENS_AT % 128 == 0 && COLUMNS % STEP == 0);
 };
 
 constexpr int GROUPED_MOST_STAGES = 4;
+constexpr int GROUPED_DRAWS = 16; // remembered draws of a block: more tiles than its warps and copies are apart
+// The word in ExpertdExpertsParams::state from which blocks draw the tiles of a phase. A launch of the other phase sets it to zero.
+__device__ __forceinline__ uint32_t* drawn_tiles(const ExpertdExpertsParams& p, int phase) { return p.state + 8 + phase * 8; }
 
 // Shared memory before the stages.
 struct alignas(128) GroupedShared {
     GroupedTables tables;
-    uint64_t full[GROUPED_MOST_STAGES], empty[GROUPED_MOST_STAGES];
+    uint64_t full[GROUPED_MOST_STAGES], empty[GROUPED_MOST_STAGES], drawn[GROUPED_DRAWS];
+    GroupedTile tiles[GROUPED_DRAWS];
 };
 static_assert(sizeof(GroupedShared) <= 3 * 1024);
-template <class Shape> constexpr int grouped_bytes(int stages) { return int(sizeof(GroupedShared)) + stages * Shape::STAGE_BYTES; }
 
-// The matrix of a phase.
-struct GroupedMatrix {
-    const char* weights;
-    const char* rows; // of x or h
-    int64_t row_bytes;
-    int panels, units; // units: of an expert's matrix
+// What the host chooses by the device's shared memory.
+struct GroupedRoom {
+    int stages, tokens; // of the ring; most tokens of a tile
+};
+template <class Shape> constexpr int grouped_bytes(const GroupedRoom& room) {
+    return int(sizeof(GroupedShared)) + room.stages * Shape::stage_bytes(room.tokens);
+}
 
-    __device__ __forceinline__ GroupedMatrix(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int phase)
-        : weights(static_cast<const char*>(phase == 0 ? layer.gate_up : layer.down)), rows(static_cast<const char*>(phase == 0 ? p.x : p.h)),
-          row_bytes(phase == 0 ? int64_t(p.x_stride) : int64_t(p.inter) * 2), panels((phase == 0 ? p.hidden : p.inter) / PANEL_K),
-          units((phase == 0 ? 2 * p.inter : p.hidden) / UNIT_ROWS) {}
-    template <class Shape> __device__ __forceinline__ int strips() const { return divide_up(units, Shape::TILE_UNITS); }
+// What is the same for all tiles of a launch, so that it needs no registers.
+struct GroupedPhase {
+    int phase;
+    int stages, tokens, stage_bytes; // of the ring; most tokens of a tile
+    int ahead;                       // stages that are brought ahead
+    int panels, units;               // of an expert's matrix
+    uint32_t row_bytes;              // of x or h
+    int64_t block_bytes;             // of the units of one or two panels
+    int strips;                      // of a matrix
+    int draws;                       // tiles that a block draws ahead
+
+    template <class Shape> static GroupedPhase of(const ExpertdExpertsParams& p, int phase, const GroupedRoom& room) {
+        GroupedPhase of = {phase, room.stages, room.tokens, Shape::stage_bytes(room.tokens)};
+        of.ahead = Shape::LATE_COPIES || room.stages < 4 ? room.stages - 1 : room.stages - 2;
+        of.panels = (phase == 0 ? p.hidden : p.inter) / PANEL_K, of.units = (phase == 0 ? 2 * p.inter : p.hidden) / UNIT_ROWS;
+        of.row_bytes = phase == 0 ? uint32_t(p.x_stride) : uint32_t(p.inter) * 2;
+        of.block_bytes = int64_t(of.units) * Shape::Format::UNIT_BYTES;
+        of.strips = (of.units + Shape::TILE_UNITS - 1) / Shape::TILE_UNITS;
+        of.draws = 2 + of.ahead / of.panels; // one more than the copies may be ahead of the tile that is multiplied
+        return of;
+    }
 };
 
-template <class Shape> __device__ __forceinline__ GroupedTile tile_of(const ExpertdExpertsParams& p, const GroupedTables& tables, int strips, int id) {
-    return find_tile<Shape::ROWS, Shape::TOKENS, 16 * Shape::TOKEN_WARPS>(p, tables, strips, id);
+// Stores tile `id` of `all` as the block's `index`th. One warp calls it.
+template <class Shape>
+__device__ __forceinline__ void store_draw(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedPhase& of, int all, int index, int id) {
+    constexpr int STEP = 8 * Shape::STEP * Shape::TOKEN_WARPS;
+    GroupedTile tile = {};
+    if (id < all) tile = find_tile<Shape::ROWS, Shape::TOKENS, Shape::FEWER_TOKENS, STEP>(p, shared.tables, of.strips, of.tokens, id);
+    if (threadIdx.x % 32 != 0) return;
+    shared.tiles[index % GROUPED_DRAWS] = tile;
+    barrier_arrive(&shared.drawn[index % GROUPED_DRAWS]);
+}
+__device__ __forceinline__ GroupedTile drawn_tile(GroupedShared& shared, int index) {
+    barrier_wait(&shared.drawn[index % GROUPED_DRAWS], index / GROUPED_DRAWS % 2);
+    return shared.tiles[index % GROUPED_DRAWS];
+}
+
+// Copies 16 bytes if `there` is true. The distances are parts of the addresses.
+template <int TO, int FROM> __device__ __forceinline__ void copy_16_if(uint32_t destination, const void* source, bool there) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16;\n}" ::"r"(destination), "l"(source),
+                 "r"(int(there)), "n"(TO), "n"(FROM)
+                 : "memory");
 }
 
 // The ring of a block. Warps are synchronised by the barriers of stages only, so one that is late does not hold up the others until they
@@ -64,115 +106,122 @@ template <class Shape> class GroupedRing {
 
   public:
     // All threads must call it, after the barriers have been set up.
-    __device__ __forceinline__ GroupedRing(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedMatrix& matrix, int phase, int all, int stages)
-        : p_(p), shared_(shared), matrix_(matrix), phase_(phase), all_(all), stages_(stages), first_(smem_address(&shared) + sizeof(GroupedShared)),
-          id_(blockIdx.x - gridDim.x) {
-        const int thread = threadIdx.x;
-        unit_ = thread * 16 / Format::ELEMENT_BYTES;
-        element_ = unit_ * Format::UNIT_BYTES + thread * 16 % Format::ELEMENT_BYTES;
-        if constexpr (Shape::SCALE_COPIES != 0) scale_unit_ = thread * 16 / Format::SCALE_BYTES;
-        token_place_ = Shape::TOKENS_AT + thread / 8 * PANEL_ROW_BYTES + ((thread % 8 ^ (thread / 8 % 8)) * 16);
+    __device__ __forceinline__ GroupedRing(const ExpertdExpertsParams& p, const GroupedPhase& phase, const ExpertdLayerWeights& layer,
+                                           GroupedShared& shared)
+        : p_(p), phase_(phase), layer_(layer), shared_(shared), first_(smem_address(&shared) + sizeof(GroupedShared)) {
         next_tile();
-        for (int i = 0; i < stages - 1; i++) {
-            begin_copies();
-#pragma unroll
-            for (int c = 0; c < Shape::COPIES; c++) copy(c);
+        for (int i = 0; i < phase.ahead; i++) {
+            begin_copies(true);
+            copies<0, Shape::COPIES>();
             end_copies();
         }
     }
 
-    // Waits for the next stage and returns its address.
-    __device__ __forceinline__ uint32_t next() {
-        barrier_wait(&shared_.full[slot_], parity_);
-        reading_ = slot_;
-        if (++slot_ == stages_) slot_ = 0, parity_ ^= 1;
-        return first_ + reading_ * Shape::STAGE_BYTES;
+    // Whether the next stage is there, and whether the next copies may begin. To ask early hides the latency of barriers.
+    __device__ __forceinline__ bool is_full() const { return barrier_try_wait(&shared_.full[slot_], parity_); }
+    __device__ __forceinline__ bool is_empty() const { return barrier_try_wait(&shared_.empty[filled_], filled_parity_); }
+
+    // Waits for the next stage unless it is there, and returns its address.
+    __device__ __forceinline__ uint32_t next(bool is_there) {
+        if (!is_there) barrier_wait(&shared_.full[slot_], parity_);
+        const uint32_t stage = first_ + slot_ * phase_.stage_bytes;
+        if (++slot_ == phase_.stages) slot_ = 0, parity_ ^= 1;
+        return stage;
     }
-    // The warp has read the stage.
+    // The warp has read the oldest stage that it has not released.
     __device__ __forceinline__ void release() {
         __syncwarp();
         if (arrives_for_warp()) barrier_arrive(&shared_.empty[reading_]);
+        if (++reading_ == phase_.stages) reading_ = 0;
     }
 
-    // The copies of the stage that is brought next, of all threads: begin_copies, each copy, end_copies. There are no branches between products,
-    // so that the compiler can mix both; after the last tile copies do nothing.
-    __device__ __forceinline__ void begin_copies() {
-        barrier_wait(&shared_.empty[filled_], filled_parity_);
-        to_ = first_ + filled_ * Shape::STAGE_BYTES;
+    // The copies of the stage that is brought next, of all threads: begin_copies, all copies in parts, end_copies. There are no branches between
+    // products, so that the compiler can mix both; after the last tile copies do nothing.
+    __device__ __forceinline__ void begin_copies(bool is_empty) {
+        if (!is_empty) barrier_wait(&shared_.empty[filled_], filled_parity_);
+        to_ = first_ + filled_ * phase_.stage_bytes + threadIdx.x * 16;
     }
-    __device__ __forceinline__ void copy(int at) {
-        constexpr int BEFORE_TOKENS = Shape::ELEMENT_COPIES + Shape::SCALE_COPIES;
-        if (at < Shape::ELEMENT_COPIES) {
-            constexpr int UNITS = Shape::THREADS * 16 / Format::ELEMENT_BYTES; // of a copy of all threads
-            if (at * UNITS < units_left_) copy_16(to_ + threadIdx.x * 16 + at * Shape::THREADS * 16, weights_ + at * UNITS * Format::UNIT_BYTES, true);
-        } else if (at < BEFORE_TOKENS) {
-            if (scales_there_) copy_16(to_ + Shape::SCALES_AT + threadIdx.x * 16, scales_, true);
-        } else {
-            const int i = at - BEFORE_TOKENS;
-            if (i * Shape::TOKEN_STEP < tokens_left_) copy_16(to_ + token_place_ + i * Shape::TOKEN_STEP * PANEL_ROW_BYTES, rows_[i], true);
-            rows_[i] += PANEL_ROW_BYTES;
+    template <int FROM, int TO> __device__ __forceinline__ void copies() {
+        if constexpr (FROM < TO) {
+            copy<FROM>();
+            copies<FROM + 1, TO>();
         }
     }
     __device__ __forceinline__ void end_copies() {
         barrier_arrive_after_copies(&shared_.full[filled_]);
-        if (++filled_ == stages_) filled_ = 0, filled_parity_ ^= 1;
+        if (++filled_ == phase_.stages) filled_ = 0, filled_parity_ ^= 1;
         constexpr int HALVES = Format::BLOCK_PANELS;
-        const int64_t block = int64_t(matrix_.units) * Format::UNIT_BYTES;
         if (HALVES == 1) {
-            weights_ += block;
+            weights_ += phase_.block_bytes;
         } else {
             half_ ^= 1;
-            weights_ += half_ != 0 ? int64_t(Format::ELEMENT_BYTES) : block - Format::ELEMENT_BYTES;
-            if (half_ == 0) scales_ += block;
+            weights_ += half_ != 0 ? int64_t(Format::ELEMENT_BYTES) : phase_.block_bytes - Format::ELEMENT_BYTES;
+            if (half_ == 0) scales_ += phase_.block_bytes;
         }
+        panel_ += PANEL_ROW_BYTES;
         if (--left_ == 0) next_tile();
     }
 
   private:
+    template <int AT> __device__ __forceinline__ void copy() {
+        constexpr int BEFORE_TOKENS = Shape::ELEMENT_COPIES + Shape::SCALE_COPIES;
+        if constexpr (AT < Shape::ELEMENT_COPIES) {
+            constexpr int UNITS = Shape::THREADS * 16 / Format::ELEMENT_BYTES; // of a copy of all threads
+            copy_16_if<AT * Shape::THREADS * 16, AT * UNITS * Format::UNIT_BYTES>(to_, weights_, AT * UNITS < units_left_);
+        } else if constexpr (AT < BEFORE_TOKENS) {
+            copy_16_if<Shape::SCALES_AT, 0>(to_, scales_, scales_there_);
+        } else {
+            constexpr int I = AT - BEFORE_TOKENS;
+            constexpr int TOKEN = I * Shape::TOKEN_STEP;
+            const char* from = panel_ + uint64_t(uint32_t(rows_[I])) * phase_.row_bytes;
+            copy_16_if<Shape::TOKENS_AT + TOKEN * PANEL_ROW_BYTES, 0>(to_, from, TOKEN < tokens_left_);
+        }
+    }
     __device__ __forceinline__ void next_tile() {
-        id_ += gridDim.x;
-        left_ = matrix_.panels, half_ = 0;
-        if (id_ >= all_) {
-            units_left_ = tokens_left_ = 0, scales_there_ = false;
+        left_ = phase_.panels, half_ = 0;
+        const GroupedTile tile = drawn_tile(shared_, index_++);
+        if (tile.tokens == 0) {
+            left_ = INT32_MAX, units_left_ = tokens_left_ = 0, scales_there_ = false;
             return;
         }
-        const GroupedTile tile = tile_of<Shape>(p_, shared_.tables, matrix_.strips<Shape>(), id_);
-        const int blocks = divide_up(matrix_.panels, Format::BLOCK_PANELS), unit = tile.row / UNIT_ROWS;
-        const char* units = matrix_.weights + (int64_t(tile.expert) * blocks * matrix_.units + unit) * Format::UNIT_BYTES;
-        weights_ = units + element_;
-        units_left_ = matrix_.units - unit - unit_;
+        const int thread = threadIdx.x, blocks = divide_up(phase_.panels, Format::BLOCK_PANELS);
+        const int first = tile.row / UNIT_ROWS, unit = thread * 16 / Format::ELEMENT_BYTES;
+        const char* const matrices = static_cast<const char*>(phase_.phase == 0 ? layer_.gate_up : layer_.down);
+        const char* const units = matrices + tile.expert * blocks * phase_.block_bytes + int64_t(first) * Format::UNIT_BYTES;
+        weights_ = units + unit * Format::UNIT_BYTES + thread * 16 % Format::ELEMENT_BYTES;
+        units_left_ = phase_.units - first - unit;
         if constexpr (Shape::SCALE_COPIES != 0) {
-            constexpr int OF_UNIT = Format::SCALE_BYTES / 16;
-            scales_ = units + scale_unit_ * Format::UNIT_BYTES + Format::UNIT_BYTES - Format::SCALE_BYTES + (threadIdx.x - scale_unit_ * OF_UNIT) * 16;
-            scales_there_ = scale_unit_ < min(Shape::TILE_UNITS, matrix_.units - unit);
+            const int of = thread * 16 / Format::SCALE_BYTES;
+            scales_ = units + of * Format::UNIT_BYTES + Format::UNIT_BYTES - Format::SCALE_BYTES + thread * 16 % Format::SCALE_BYTES;
+            scales_there_ = of < min(Shape::TILE_UNITS, phase_.units - first);
         }
-        tokens_left_ = tile.tokens - int(threadIdx.x) / 8;
+        // Chunks of a row are permuted as in panels. A thread has the same place in its rows, whose numbers differ by multiples of eight.
+        panel_ = static_cast<const char*>(phase_.phase == 0 ? p_.x : p_.h) + (thread % 8 ^ thread / 8 % 8) * 16;
+        tokens_left_ = tile.tokens - thread / 8;
 #pragma unroll
         for (int i = 0; i < Shape::TOKEN_COPIES; i++) {
-            const int token = i * Shape::TOKEN_STEP < tokens_left_ ? tile.first + i * Shape::TOKEN_STEP + int(threadIdx.x) / 8 : tile.first;
-            rows_[i] = matrix_.rows + (phase_ == 0 ? __ldg(p_.row_index + token) : token) * matrix_.row_bytes + threadIdx.x % 8 * 16;
+            const int token = i * Shape::TOKEN_STEP < tokens_left_ ? tile.first + i * Shape::TOKEN_STEP + thread / 8 : tile.first;
+            rows_[i] = phase_.phase == 0 ? __ldg(p_.row_index + token) : token;
         }
     }
 
     const ExpertdExpertsParams& p_;
+    const GroupedPhase& phase_;
+    const ExpertdLayerWeights& layer_;
     GroupedShared& shared_;
-    const GroupedMatrix& matrix_;
-    const int phase_, all_, stages_;
-    const uint32_t first_; // the first stage
-    int slot_ = 0, reading_ = 0, filled_ = 0; // stages that next() waits for, that is read, and that is brought
+    const uint32_t first_;                    // the first stage
+    int slot_ = 0, reading_ = 0, filled_ = 0; // stages that next() waits for, that is released next, and that is brought
     uint32_t parity_ = 0, filled_parity_ = 1;
-    // The thread's pieces of 16 bytes of a stage: the first unit of its elements and their distance from the tile, the unit of its scales, and
-    // the place of its first token.
-    int unit_, element_, scale_unit_ = 0;
-    uint32_t token_place_;
-    uint32_t to_ = 0; // the stage that is brought
+    uint32_t to_ = 0; // place of the thread's first piece of 16 bytes in the stage that is brought
     // The tile that is brought, from the thread's pieces on.
-    int id_, left_ = 0, half_ = 0; // left_: number of its panels that are left
+    int index_ = 0; // of the next tile among those that the block draws
+    int left_ = 0, half_ = 0; // left_: number of its panels that are left
     int tokens_left_ = 0, units_left_ = 0;
     bool scales_there_ = false;
     const char* weights_ = nullptr;
     const char* scales_ = nullptr;
-    const char* rows_[Shape::TOKEN_COPIES] = {};
+    const char* panel_ = nullptr; // the thread's piece of the panel in row 0 of x or h
+    int rows_[Shape::TOKEN_COPIES] = {}; // rows of x or h
 };
 
 } // namespace expertd
