@@ -17,6 +17,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+import elementwise  # noqa: E402
 import grouped  # noqa: E402
 import layer as common  # noqa: E402
 
@@ -27,31 +28,6 @@ def padded_kernel(counts, padded, local, EXPERTS: tl.constexpr, M: tl.constexpr)
     expert = tl.arange(0, EXPERTS)
     tiles = (tl.load(counts + expert, mask=expert < local, other=0) + M - 1) // M
     tl.store(padded, tl.sum(tiles, 0) * M)
-
-
-@triton.jit
-def activate_kernel(both, h, inter, BLOCK: tl.constexpr):
-    """h = silu(gate) * up of bf16 `both` [R, 2I]."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < inter
-    gate = tl.load(both + row * 2 * inter + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * inter + inter + column, mask=inside, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    tl.store(h + row * inter + column, value.to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def sum_kernel(y, weights, out, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = sum of the row's choices in y, times their weights."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
-    sum = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(K):
-        value = tl.load(y + (row * K + choice) * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        sum += tl.load(weights + row * K + choice) * value
-    tl.store(out + row * hidden + column, sum.to(tl.bfloat16), mask=inside)
 
 
 class Lists:
@@ -82,7 +58,7 @@ def products(weights):
     from humming.layer import HummingLayer
 
     about = dict(quant_method="compressed-tensors", num_bits=4, strategy="group", symmetric=True)
-    about.update(format="pack-quantized", type="int", group_size=common.INT4_GROUP)
+    about.update(format="pack-quantized", type="int", group_size=weights.group)
     experts, rows, columns = weights.codes.shape
     with torch.inference_mode(False), weights.codes.device:
         made = HummingLayer(
@@ -132,9 +108,9 @@ def prepare(world, shape, tokens):
             weights, ids = layer.route(rows)
             listed = {"ids": ids}
             product(gate_up, rows, both, listed, shape.top_k)
-            activate_kernel[(entries, triton.cdiv(inter, 1024))](both, h, inter, BLOCK=1024, num_warps=4)
+            elementwise.activate(both, h)
             product(down, h, y, listed, 1)
-            sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, weights, out, hidden, K=shape.top_k, BLOCK=1024, num_warps=4)
+            elementwise.sum_choices(y, out, weights)
 
         return step
 
@@ -142,4 +118,4 @@ def prepare(world, shape, tokens):
 
 
 if __name__ == "__main__":
-    common.run("humming", __doc__, prepare, formats=("int4",))
+    common.run("humming", __doc__, prepare, formats=("int4", "int4_g128"))
