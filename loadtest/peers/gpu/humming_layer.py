@@ -7,19 +7,13 @@ Needs humming-kernels in the folder that PEER_SITE names; it compiles kernels wh
 humming_layer.py [--shape S] [--tokens T ...]
 """
 
-import os
-import sys
+import torch
+import triton
+import triton.language as tl
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
-
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-import elementwise  # noqa: E402
-import grouped  # noqa: E402
-import layer as common  # noqa: E402
+import elementwise
+import grouped
+import layer as common
 
 
 @triton.jit
@@ -28,29 +22,6 @@ def padded_kernel(counts, padded, local, EXPERTS: tl.constexpr, M: tl.constexpr)
     expert = tl.arange(0, EXPERTS)
     tiles = (tl.load(counts + expert, mask=expert < local, other=0) + M - 1) // M
     tl.store(padded, tl.sum(tiles, 0) * M)
-
-
-class Lists:
-    """Rows by expert, in whole tiles of M rows: choices, each tile's expert, the number of rows with padding."""
-
-    def __init__(self, device, experts, entries, m):
-        self.experts, self.entries, self.m = experts, entries, m
-        self.tiles = triton.cdiv(entries, m) + min(experts, entries)
-        integers = lambda count: torch.zeros(count, device=device, dtype=torch.int32)
-        self.counts, self.starts, self.place = integers(experts), integers(experts), integers(entries)
-        self.tile_expert, self.listed, self.padded = integers(self.tiles), integers(self.tiles * m), integers(1)
-
-    def __call__(self, ids):
-        experts, blocks = self.experts, (triton.cdiv(self.entries, 256),)
-        wide = triton.next_power_of_2(experts)
-        self.counts.zero_()
-        self.listed.fill_(self.entries)
-        grouped.count_kernel[blocks](ids, self.counts, self.place, 0, experts, self.entries, BLOCK=256)
-        grouped.tiles_kernel[(triton.cdiv(self.tiles, 64),)](
-            self.counts, self.starts, self.tile_expert, experts, self.tiles, EXPERTS=wide, TILES=64, M=self.m
-        )
-        padded_kernel[(1,)](self.counts, self.padded, experts, EXPERTS=wide, M=self.m)
-        grouped.list_kernel[blocks](ids, self.place, self.starts, self.listed, 0, experts, self.entries, BLOCK=256)
 
 
 def products(weights):
@@ -89,13 +60,15 @@ def prepare(world, shape, tokens):
         sizes = layer.sizes[tokens]
         m = sizes["block_shape"][0]
         if m not in lists:
-            lists[m] = Lists(world.device, shape.experts, entries, m)
-        if m not in ids:
-            lists[m](ids["ids"])
-            ids[m] = lists[m]
-        found = ids[m]
+            padded = torch.empty(1, device=world.device, dtype=torch.int32)
+            lists[m] = grouped.Lists(world.device, shape.experts, entries, m, empty=entries), padded
+        found, padded = lists[m]
+        if m not in ids["listed"]:
+            found(ids["ids"])
+            padded_kernel[(1,)](found.counts, padded, shape.experts, EXPERTS=triton.next_power_of_2(shape.experts), M=m)
+            ids["listed"].add(m)
         layer(
-            inputs, outputs=outputs, sorted_ids=found.listed, expert_ids=found.tile_expert, num_tokens_padded=found.padded, top_k=top_k,
+            inputs, outputs=outputs, sorted_ids=found.listed, expert_ids=found.tile_expert, num_tokens_padded=padded, top_k=top_k,
             compute_config={"gemm_type": "indexed"}, tuning_config=sizes,
         )  # fmt: skip
 
@@ -106,7 +79,7 @@ def prepare(world, shape, tokens):
 
         def step():
             weights, ids = layer.route(rows)
-            listed = {"ids": ids}
+            listed = {"ids": ids, "listed": set()}
             product(gate_up, rows, both, listed, shape.top_k)
             elementwise.activate(both, h)
             product(down, h, y, listed, 1)

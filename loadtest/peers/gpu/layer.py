@@ -21,6 +21,11 @@ import torch.nn.functional as F
 import gate
 from clocks import Clocks
 
+# Folder with the libraries that peers need, or None.
+SITE = os.environ.get("PEER_SITE")
+if SITE:
+    sys.path.insert(0, SITE)
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -7,7 +7,6 @@ Needs `_moe_C_stable_libtorch.abi3.so` of vLLM 0.26.0, which fits PyTorch 2.11, 
 marlin_layer.py [--dtype int4|int4_g128|mxfp4] [--shape S] [--tokens T ...]
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -73,7 +72,7 @@ class Matrix:
 def prepare(world, shape, tokens):
     if world.ranks > 1:
         return None
-    torch.ops.load_library(Path(os.environ.get("PEER_SITE", ".")) / LIBRARY)
+    torch.ops.load_library(Path(common.SITE or ".") / LIBRARY)
     ops = torch.ops._moe_C
     entries, k, experts = tokens * shape.top_k, shape.top_k, shape.experts
     hidden, inter = shape.hidden, shape.width
