@@ -1,4 +1,4 @@
-"""What peers without kernels of their own do between and after grouped products, in Triton: activation, and the sum over a row's choices."""
+"""What a peer needs between and after its grouped products, in Triton: activation, and the sum over a row's choices."""
 
 import triton
 import triton.language as tl
