@@ -14,13 +14,15 @@ constexpr int CHUNK_K = 8;      // elements of k in a chunk of a bf16 panel
 constexpr int RANGE_BLOCKS = 4; // k blocks of a unit that a warp packs
 
 // Eight elements of a row in bf16 from column `k` on.
-EXPERTD_HD uint4 load_chunk(const PanelRow& row, int k) {
+EXPERTD_HD uint4 load_chunk(const PanelRow<EXPERTD_BF16>& row, int k) {
     uint32_t words[4] = {0, 0, 0, 0};
-    if (row.s.p.source_format == EXPERTD_FROM_BF16 && row.has(k)) {
+    if (row.s.source_format() == EXPERTD_FROM_BF16 && row.has(k)) {
         // Pairs of neighbouring k are words, and padding of the last block is zeros.
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(row.block(k)) + k % BLOCK_32 / 2 * row.s.p.width + row.column;
+#pragma unroll
         for (int i = 0; i < 4; i++) words[i] = pairs[i * row.s.p.width];
     } else {
+#pragma unroll
         for (int i = 0; i < 4; i++) words[i] = row.bf16(k + 2 * i) | uint32_t(row.bf16(k + 2 * i + 1)) << 16;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
@@ -45,12 +47,12 @@ struct Chunks {
         const int feature = panel * of_panel + column % of_panel;
         const int row = p.kind != EXPERTD_PACK_GATE_UP ? feature : feature / 8 * 16 + feature % 8 + (column < of_panel ? 0 : 8);
         uint8_t* to = static_cast<uint8_t*>(p.panels) + expert * p.panel_stride;
-        const PanelRows source(p, expert);
+        const PanelRows<EXPERTD_BF16> source(p, expert);
         *reinterpret_cast<uint4*>(to + 2 * panel_index(row, uint64_t(chunk) * CHUNK_K, rows)) = load_chunk(source.row(row), chunk * CHUNK_K);
     }
 };
 
-__global__ void __launch_bounds__(REPACK_THREADS) repack_bf16_kernel(const __grid_constant__ ExpertdRepackParams p) {
+__global__ void __launch_bounds__(REPACK_THREADS, 4) repack_bf16_kernel(const __grid_constant__ ExpertdRepackParams p) {
     const Chunks chunks(p);
     const uint64_t total = chunks.count * p.experts, threads = uint64_t(gridDim.x) * REPACK_THREADS;
     for (uint64_t i = blockIdx.x * uint64_t(REPACK_THREADS) + threadIdx.x; i < total; i += threads) {
@@ -58,20 +60,35 @@ __global__ void __launch_bounds__(REPACK_THREADS) repack_bf16_kernel(const __gri
     }
 }
 
+template <class Source> EXPERTD_HD int blocks_of(const Source& source) { return (source.k + BLOCK_K - 1) / BLOCK_K; }
+template <class Source> EXPERTD_HD int ranges_of(const Source& source) { return (blocks_of(source) + RANGE_BLOCKS - 1) / RANGE_BLOCKS; }
 EXPERTD_HD uint8_t* units_of(const ExpertdRepackParams& p, uint64_t expert) { return static_cast<uint8_t*>(p.panels) + expert * p.panel_stride; }
 EXPERTD_HD float* row_scales_of(const ExpertdRepackParams& p, uint64_t expert) {
     return p.row_scales + expert * (p.kind == EXPERTD_PACK_GATE_UP ? 2 * p.inter : p.hidden);
 }
-EXPERTD_HD int blocks_of(const PanelRows& source) { return (source.k + BLOCK_K - 1) / BLOCK_K; }
-EXPERTD_HD int ranges_of(const PanelRows& source) { return (blocks_of(source) + RANGE_BLOCKS - 1) / RANGE_BLOCKS; }
 
 // A warp packs a unit's k blocks of a range; blockIdx.y is the expert.
-__global__ void __launch_bounds__(REPACK_THREADS, 2) repack_units_kernel(const __grid_constant__ ExpertdRepackParams p) {
-    const PanelRows source(p, blockIdx.y);
+template <int Format> __global__ void __launch_bounds__(REPACK_THREADS, 2) repack_units_kernel(const __grid_constant__ ExpertdRepackParams p) {
+    const PanelRows<Format> source(p, blockIdx.y);
     const int warp = (blockIdx.x * REPACK_THREADS + threadIdx.x) / LANES, unit = warp % source.units, range = warp / source.units;
     if (range >= ranges_of(source)) return;
     const int first = range * RANGE_BLOCKS, last = first + RANGE_BLOCKS, blocks = blocks_of(source);
     pack_unit(source, units_of(p, blockIdx.y), row_scales_of(p, blockIdx.y), unit, first, last < blocks ? last : blocks);
+}
+
+template <int Format> int repack_units(const ExpertdRepackParams& p, cudaStream_t on) {
+    const PanelRows<Format> source(p, 0);
+    const int warps = source.units * ranges_of(source), blocks = (warps * LANES + REPACK_THREADS - 1) / REPACK_THREADS;
+    repack_units_kernel<Format><<<dim3(blocks, p.experts), REPACK_THREADS, 0, on>>>(p);
+    return cudaGetLastError();
+}
+
+template <int Format> int repack_units_on_host(const ExpertdRepackParams& p) {
+    for (int expert = 0; expert < p.experts; expert++) {
+        const PanelRows<Format> source(p, expert);
+        for (int unit = 0; unit < source.units; unit++) pack_unit_on_host(source, units_of(p, expert), row_scales_of(p, expert), unit);
+    }
+    return cudaSuccess;
 }
 
 // Whether the source holds all that the destination's format needs.
@@ -105,8 +122,7 @@ bool is_valid(const ExpertdRepackParams& p) {
            is_rewritten(p);
 }
 
-const Module bf16_module(reinterpret_cast<const void*>(repack_bf16_kernel));
-const Module units_module(reinterpret_cast<const void*>(repack_units_kernel));
+const Module module(reinterpret_cast<const void*>(repack_bf16_kernel));
 
 } // namespace
 } // namespace expertd
@@ -116,27 +132,35 @@ extern "C" int expertd_experts_repack(const ExpertdRepackParams* params, void* s
     const ExpertdRepackParams& p = *params;
     if (!is_valid(p)) return cudaErrorInvalidValue;
     cudaStream_t on = static_cast<cudaStream_t>(stream);
-    if (p.format == EXPERTD_BF16) {
-        repack_bf16_kernel<<<REPACK_BLOCKS, REPACK_THREADS, 0, on>>>(p);
-    } else {
-        const PanelRows source(p, 0);
-        const int warps = source.units * ranges_of(source), blocks = (warps * LANES + REPACK_THREADS - 1) / REPACK_THREADS;
-        repack_units_kernel<<<dim3(blocks, p.experts), REPACK_THREADS, 0, on>>>(p);
+    switch (p.format) {
+    case EXPERTD_FP8: return repack_units<EXPERTD_FP8>(p, on);
+    case EXPERTD_W8A8: return repack_units<EXPERTD_W8A8>(p, on);
+    case EXPERTD_MXFP4: return repack_units<EXPERTD_MXFP4>(p, on);
+    case EXPERTD_INT4: return repack_units<EXPERTD_INT4>(p, on);
+    case EXPERTD_INT4_ZEROS: return repack_units<EXPERTD_INT4_ZEROS>(p, on);
+    case EXPERTD_NVFP4: return repack_units<EXPERTD_NVFP4>(p, on);
+    case EXPERTD_MXFP8: return repack_units<EXPERTD_MXFP8>(p, on);
+    default: repack_bf16_kernel<<<REPACK_BLOCKS, REPACK_THREADS, 0, on>>>(p); return cudaGetLastError();
     }
-    return cudaGetLastError();
 }
 
 extern "C" int expertd_experts_repack_host(const ExpertdRepackParams* params) {
     using namespace expertd;
     const ExpertdRepackParams& p = *params;
     if (!is_valid(p)) return cudaErrorInvalidValue;
+    switch (p.format) {
+    case EXPERTD_FP8: return repack_units_on_host<EXPERTD_FP8>(p);
+    case EXPERTD_W8A8: return repack_units_on_host<EXPERTD_W8A8>(p);
+    case EXPERTD_MXFP4: return repack_units_on_host<EXPERTD_MXFP4>(p);
+    case EXPERTD_INT4: return repack_units_on_host<EXPERTD_INT4>(p);
+    case EXPERTD_INT4_ZEROS: return repack_units_on_host<EXPERTD_INT4_ZEROS>(p);
+    case EXPERTD_NVFP4: return repack_units_on_host<EXPERTD_NVFP4>(p);
+    case EXPERTD_MXFP8: return repack_units_on_host<EXPERTD_MXFP8>(p);
+    default: break;
+    }
+    const Chunks chunks(p);
     for (int expert = 0; expert < p.experts; expert++) {
-        const PanelRows source(p, expert);
-        const Chunks chunks(p);
-        for (uint64_t i = 0; i < chunks.count && p.format == EXPERTD_BF16; i++) chunks.rewrite(p, expert, i);
-        for (int unit = 0; unit < source.units && p.format != EXPERTD_BF16; unit++) {
-            pack_unit_on_host(source, units_of(p, expert), row_scales_of(p, expert), unit);
-        }
+        for (uint64_t i = 0; i < chunks.count; i++) chunks.rewrite(p, expert, i);
     }
     return cudaSuccess;
 }

@@ -47,11 +47,24 @@ EXPERTD_HD uint8_t e4m3_of_half(uint16_t bits) {
     return uint8_t(sign | (1024 | mantissa) >> (16 - exponent));
 }
 
-struct PanelRows;
+// The format of the source where that of the destination, `Format`, decides on it.
+EXPERTD_HD constexpr int source_of(int format, int any) {
+    switch (format) {
+    case EXPERTD_BF16: return any;
+    case EXPERTD_MXFP4: return EXPERTD_FROM_MXFP4;
+    case EXPERTD_NVFP4: return EXPERTD_FROM_NVFP4;
+    case EXPERTD_MXFP8: return EXPERTD_FROM_MXFP8;
+    case EXPERTD_INT4:
+    case EXPERTD_INT4_ZEROS: return EXPERTD_FROM_INT4;
+    default: return EXPERTD_FROM_FP8;
+    }
+}
+
+template <int Format> struct PanelRows;
 
 // A row of the destination; `blocks` is null if the source has no such row.
-struct PanelRow {
-    const PanelRows& s;
+template <int Format> struct PanelRow {
+    const PanelRows<Format>& s;
     const uint8_t* blocks; // first block of its panel
     const float* scales;   // its scale in the first vector of scales
     int column;            // its place in the panel
@@ -77,12 +90,13 @@ struct PanelRow {
 };
 
 // A source of `pack_unit`.
-struct PanelRows {
-    using Row = PanelRow;
+template <int Format> struct PanelRows {
+    using Row = PanelRow<Format>;
+    static constexpr int format = Format;
     const ExpertdRepackParams& p;
     const uint8_t* panels; // of the expert
     const float* scales;
-    int format, k, units;
+    int k, units;
     int blocks;      // of a panel of the source
     int of_panel;    // features of each projection in a panel of the source
     int group_bytes; // scales and zero points of a group
@@ -90,13 +104,13 @@ struct PanelRows {
     int block_bytes;
     int vectors; // of scales of a panel, apart from the blocks
 
-    EXPERTD_HD PanelRows(const ExpertdRepackParams& params, uint64_t expert) : p(params), format(params.format) {
+    EXPERTD_HD PanelRows(const ExpertdRepackParams& params, uint64_t expert) : p(params) {
         const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
         k = gate_up ? p.hidden : p.inter;
         units = (gate_up ? 2 * p.inter : p.hidden) / UNIT_ROWS;
         blocks = (p.source_k + BLOCK_32 - 1) / BLOCK_32;
         of_panel = gate_up ? p.width / 2 : p.width;
-        const int from = p.source_format;
+        const int from = source_format();
         const int bits = from == EXPERTD_FROM_F32                                           ? 32
                          : from <= EXPERTD_FROM_F16                                         ? 16
                          : from == EXPERTD_FROM_FP8 || from == EXPERTD_FROM_MXFP8           ? 8
@@ -109,7 +123,12 @@ struct PanelRows {
         scales = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(p.scales) + expert * p.source_stride);
     }
 
-    EXPERTD_HD int scale_bytes() const { return p.scale_type == EXPERTD_SCALES_F32 ? 4 : 2; }
+    EXPERTD_HD int source_format() const { return source_of(Format, p.source_format); }
+    EXPERTD_HD int scale_type() const {
+        const int from = source_format();
+        return from == EXPERTD_FROM_MXFP4 || from == EXPERTD_FROM_MXFP8 ? int(EXPERTD_SCALES_BF16) : p.scale_type;
+    }
+    EXPERTD_HD int scale_bytes() const { return scale_type() == EXPERTD_SCALES_F32 ? 4 : 2; }
 
     EXPERTD_HD Row row(int r) const {
         bool second = false;
@@ -121,13 +140,13 @@ struct PanelRows {
 };
 
 // Whether the source has the element of column `k`.
-EXPERTD_HD bool PanelRow::has(int k) const { return blocks != nullptr && k < s.p.source_k; }
-EXPERTD_HD const uint8_t* PanelRow::block(int k) const { return blocks + uint64_t(k / BLOCK_32) * s.block_bytes; }
-EXPERTD_HD const uint8_t* PanelRow::group(int k) const { return block(k) + k % BLOCK_32 * s.p.block_groups / BLOCK_32 * s.group_bytes; }
+template <int Format> EXPERTD_HD bool PanelRow<Format>::has(int k) const { return blocks != nullptr && k < s.p.source_k; }
+template <int Format> EXPERTD_HD const uint8_t* PanelRow<Format>::block(int k) const { return blocks + uint64_t(k / BLOCK_32) * s.block_bytes; }
+template <int Format> EXPERTD_HD const uint8_t* PanelRow<Format>::group(int k) const { return block(k) + k % BLOCK_32 * s.p.block_groups / BLOCK_32 * s.group_bytes; }
 
 // Two elements of four bits; padding of INT4 is the zero point of its group, or 8 in groups without scales.
-EXPERTD_HD uint8_t PanelRow::nibbles(int k) const {
-    const bool integers = s.p.source_format == EXPERTD_FROM_INT4;
+template <int Format> EXPERTD_HD uint8_t PanelRow<Format>::nibbles(int k) const {
+    const bool integers = s.source_format() == EXPERTD_FROM_INT4;
     if (!has(k)) return integers ? uint8_t(zero(k / INT4_GROUP) * 0x11) : 0;
     const uint8_t* word = block(k) + s.header + (k % BLOCK_32 / OCTET * s.p.width + column) * 4;
     const uint32_t both = *reinterpret_cast<const uint32_t*>(word) >> (24 - k % OCTET * 4) & 0xFF;
@@ -136,42 +155,42 @@ EXPERTD_HD uint8_t PanelRow::nibbles(int k) const {
     return has(k + 1) ? codes ^ 0x88 : uint8_t((codes & 15) ^ 8 | zero(k / INT4_GROUP) << 4);
 }
 
-EXPERTD_HD uint16_t PanelRow::bytes(int k) const {
+template <int Format> EXPERTD_HD uint16_t PanelRow<Format>::bytes(int k) const {
     if (!has(k)) return 0;
     return *reinterpret_cast<const uint16_t*>(block(k) + s.header + (k % BLOCK_32 / 2 * s.p.width + column) * 2);
 }
 
 // The scale of FP8 in the blocks of 128 k; 1 if one scale spans all of k, which is the row's then.
-EXPERTD_HD float PanelRow::multiplier(int block) const {
+template <int Format> EXPERTD_HD float PanelRow<Format>::multiplier(int block) const {
     if (blocks == nullptr || s.vectors == 1) return 1.f;
     return scales[block * (BLOCK_K / BLOCK_32) / s.p.scale_blocks * s.p.width] / FP8_BIAS;
 }
 
-EXPERTD_HD uint16_t PanelRow::small_scale(int k) const { return reinterpret_cast<const uint16_t*>(group(k))[column]; }
+template <int Format> EXPERTD_HD uint16_t PanelRow<Format>::small_scale(int k) const { return reinterpret_cast<const uint16_t*>(group(k))[column]; }
 
 // The scale in the blocks, with the row's factor.
-EXPERTD_HD float PanelRow::scale(int k) const {
-    switch (s.p.scale_type) {
+template <int Format> EXPERTD_HD float PanelRow<Format>::scale(int k) const {
+    switch (s.scale_type()) {
     case EXPERTD_SCALES_BF16: return as_float(uint32_t(small_scale(k)) << 16);
     case EXPERTD_SCALES_F16: return half_value(small_scale(k)) * *scales;
     default: return reinterpret_cast<const float*>(group(k))[column];
     }
 }
 
-EXPERTD_HD int PanelRow::zero_point(int k) const {
+template <int Format> EXPERTD_HD int PanelRow<Format>::zero_point(int k) const {
     const int zero = s.p.has_zeros == 0 ? 0 : reinterpret_cast<const int8_t*>(group(k) + s.p.width * s.scale_bytes())[column];
     return zero + INT4_MIDDLE;
 }
 
-EXPERTD_HD uint8_t PanelRow::exponent(int group) const {
+template <int Format> EXPERTD_HD uint8_t PanelRow<Format>::exponent(int group) const {
     return has(group * BLOCK_32) ? uint8_t(small_scale(group * BLOCK_32) >> 7 & 0xFF) : 0;
 }
 
-EXPERTD_HD uint8_t PanelRow::e4m3(int group) const {
+template <int Format> EXPERTD_HD uint8_t PanelRow<Format>::e4m3(int group) const {
     return has(group * NVFP4_GROUP) ? e4m3_of_half(small_scale(group * NVFP4_GROUP)) : 0;
 }
 
-EXPERTD_HD uint8_t PanelRow::zero(int group) const {
+template <int Format> EXPERTD_HD uint8_t PanelRow<Format>::zero(int group) const {
     return has(group * INT4_GROUP) ? uint8_t(zero_point(group * INT4_GROUP)) : uint8_t(INT4_MIDDLE);
 }
 
@@ -181,9 +200,12 @@ EXPERTD_HD int int4_shift(int largest) {
     return largest == 0 ? 0 : exponent < -126 ? -126 : exponent;
 }
 
-EXPERTD_HD void PanelRow::find(int part, RowFacts& facts) const {
+template <int Format> EXPERTD_HD void PanelRow<Format>::find(int part, RowFacts& facts) const {
     const uint32_t first = has(0) ? as_bits(scale(0)) : 0;
-    for (int k = part * INT4_GROUP; has(k); k += QUAD * INT4_GROUP) {
+    const int blocks_of_row = blocks == nullptr ? 0 : s.blocks;
+#pragma unroll 4
+    for (int block = part; block < blocks_of_row; block += QUAD) {
+        const int k = block * BLOCK_32;
         const uint32_t bits = as_bits(scale(k));
         const int magnitude = int(bits & 0x7FFFFFFF);
         facts.differs |= bits != first;
@@ -191,14 +213,14 @@ EXPERTD_HD void PanelRow::find(int part, RowFacts& facts) const {
     }
 }
 
-EXPERTD_HD uint16_t PanelRow::half_scale(int group, const RowFacts& facts) const {
+template <int Format> EXPERTD_HD uint16_t PanelRow<Format>::half_scale(int group, const RowFacts& facts) const {
     if (!has(group * INT4_GROUP)) return 0;
     return half_bits(facts.differs == 0 ? 1.f : scale(group * INT4_GROUP) * power_of_two(-int4_shift(facts.largest)));
 }
 
-EXPERTD_HD float PanelRow::row_scale(const RowFacts& facts) const {
+template <int Format> EXPERTD_HD float PanelRow<Format>::row_scale(const RowFacts& facts) const {
     if (blocks == nullptr) return 1.f;
-    switch (s.p.source_format) {
+    switch (s.source_format()) {
     case EXPERTD_FROM_FP8: return s.vectors == 1 ? *scales / FP8_BIAS : 1.f;
     case EXPERTD_FROM_NVFP4: return *scales;
     case EXPERTD_FROM_INT4: return facts.differs == 0 ? scale(0) : power_of_two(int4_shift(facts.largest));
@@ -207,9 +229,9 @@ EXPERTD_HD float PanelRow::row_scale(const RowFacts& facts) const {
 }
 
 // The value of an element, rounded once.
-EXPERTD_HD uint16_t PanelRow::bf16(int k) const {
+template <int Format> EXPERTD_HD uint16_t PanelRow<Format>::bf16(int k) const {
     if (!has(k)) return 0;
-    const int from = s.p.source_format, even = k / 2 * 2;
+    const int from = s.source_format(), even = k / 2 * 2;
     if (from <= EXPERTD_FROM_F32) {
         const uint8_t* elements = block(k);
         const int at = k % BLOCK_32 * s.p.width + column;

@@ -57,11 +57,13 @@ EXPERTD_HD int row_offset(int largest, int fits) { return largest == 255 || larg
 template <class Row> EXPERTD_HD RowFacts find_facts(const Row& row, int format, int part, int k) {
     RowFacts facts;
     if (format == EXPERTD_MXFP4 || format == EXPERTD_MXFP8) {
+#pragma unroll 4
         for (int group = part; group < k / 32; group += QUAD) {
             const int exponent = row.exponent(group);
             facts.largest = exponent > facts.largest ? exponent : facts.largest;
         }
     } else if (format == EXPERTD_NVFP4) {
+#pragma unroll 4
         for (int group = part; group < k / NVFP4_GROUP; group += QUAD) facts.largest |= (row.e4m3(group) & 0x7F) == 0x7F;
     } else if (is_int4(format)) {
         row.find(part, facts);
@@ -99,9 +101,11 @@ template <class Row> EXPERTD_HD void pack_fp8(const Row rows[2], uint8_t* out, i
     }
 }
 
-// Writes the lane's two elements of each pair of a block of 16 × 128 in e2m1, each changed by `element(code, row, column)`.
+// Writes the lane's two elements of each pair of a block of 16 × 128 in e2m1, each changed by `element(code, step, row)`, where the row is 0
+// or 1.
 template <class Row, class Element>
 EXPERTD_HD void pack_e2m1(const Row rows[2], uint8_t* out, int block, int lane, int k, Element element) {
+#pragma unroll
     for (int panel = 0; panel < 2; panel++) {
         uint32_t words[4];
 #pragma unroll
@@ -111,8 +115,8 @@ EXPERTD_HD void pack_e2m1(const Row rows[2], uint8_t* out, int block, int lane, 
             for (int pair = 0; pair < 8; pair++) {
                 const int step = panel * 4 + half * 2 + pair / 4, column = block * BLOCK_K + fragment_k(lane, step, pair % 4);
                 const uint8_t both = column < k ? rows[pair % 2].nibbles(column) : 0;
-                codes[pair][0] = element(both & 15, rows[pair % 2], column);
-                codes[pair][1] = element(both >> 4, rows[pair % 2], column);
+                codes[pair][0] = element(both & 15, step, pair % 2);
+                codes[pair][1] = element(both >> 4, step, pair % 2);
             }
             mxfp4_words(codes, words + 2 * half);
         }
@@ -138,9 +142,14 @@ template <class Row> EXPERTD_HD void pack_exponents(const Row rows[2], const Row
 }
 
 template <class Row> EXPERTD_HD void pack_nvfp4(const Row rows[2], uint8_t* out, int block, int lane, int k) {
-    pack_e2m1(rows, out, block, lane, k, [k](uint8_t code, const Row& row, int column) {
-        return nvfp4_element(code, column < k ? row.e4m3(column / NVFP4_GROUP) : 0);
-    });
+    uint8_t of_steps[BLOCK_K / NVFP4_GROUP][2]; // a step is a group
+#pragma unroll
+    for (int step = 0; step < BLOCK_K / NVFP4_GROUP; step++) {
+        const int group = block * (BLOCK_K / NVFP4_GROUP) + step;
+#pragma unroll
+        for (int i = 0; i < 2; i++) of_steps[step][i] = group < k / NVFP4_GROUP ? rows[i].e4m3(group) : 0;
+    }
+    pack_e2m1(rows, out, block, lane, k, [&](uint8_t code, int step, int row) { return nvfp4_element(code, of_steps[step][row]); });
     // A lane writes one word of scales.
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -192,7 +201,7 @@ EXPERTD_HD void pack_block(const Row rows[2], const RowFacts facts[2], int forma
     case EXPERTD_FP8: pack_fp8(rows, out, block, lane, k, nan); break;
     case EXPERTD_NVFP4: pack_nvfp4(rows, out, block, lane, k); break;
     case EXPERTD_MXFP4:
-        pack_e2m1(rows, out, block, lane, k, [](uint8_t code, const Row&, int) { return code; });
+        pack_e2m1(rows, out, block, lane, k, [](uint8_t code, int, int) { return code; });
         pack_exponents(rows, facts, format, out + MXFP4_ELEMENT_BYTES, block, lane, k);
         break;
     case EXPERTD_MXFP8:
