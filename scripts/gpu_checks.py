@@ -280,7 +280,9 @@ def mps(percentage):
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
             os.mkdir(place)
-        subprocess.run([control, "-d"], env={**os.environ, **places}, check=True)
+        # The server takes all GPUs: those that it is restricted to have other numbers for its clients.
+        all_gpus = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        subprocess.run([control, "-d"], env={**all_gpus, **places}, check=True)
         try:
             yield {**places, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
         finally:
