@@ -11,7 +11,7 @@ use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
 use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::admin_client::AdminClient;
-use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest};
+use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest, TierStatus};
 use expertd_test_seed::TestRng;
 use expertd_types::rows::{decode, encode, encode_i32};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
@@ -260,12 +260,21 @@ async fn slots_follow_the_use(device: &str, environment: &[(&str, &str)]) {
     operators_see_the_rows(&pair).await;
 }
 
+async fn tier_status(service: &Service) -> TierStatus {
+    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
+    let status = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
+    status.tier.unwrap()
+}
+
+/// Bytes of experts that were copied to the source.
+pub(crate) async fn copied_bytes(service: &Service) -> u64 {
+    tier_status(service).await.copied_bytes
+}
+
 /// Status and metrics of a mixed group say what ranks have counted.
 async fn operators_see_the_rows(pair: &Pair) {
     let service = &pair.mixed.1;
-    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let status = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
-    let tier = status.tier.unwrap();
+    let tier = tier_status(service).await;
     assert_eq!(tier.layers.len(), 2);
     assert!(tier.copied_bytes > 0);
     for of in &tier.layers {
