@@ -71,7 +71,10 @@ def prepare(world, shape, tokens):
 
     def choose(layer, rows):
         """The library's sparse matrix of rows and this rank's experts."""
-        chosen = topk(F.linear(rows, layer.gate), k, apply_softmax=True)
+        logits = F.linear(rows, layer.gate)
+        if layer.gate_bias is not None:
+            logits = logits + layer.gate_bias
+        chosen = topk(logits, k, apply_softmax=True)
         if world.ranks == 1:
             return chosen
         ids = chosen.indx - layer.first
