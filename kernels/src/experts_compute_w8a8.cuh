@@ -135,7 +135,7 @@ __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Seg
     if (segment.rows == 0) return; // a pair's second strip may be empty
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
-        store_h_w8a8<N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
+        store_h_w8a8<false, N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
                            block.maxima(0), block.maxima(1), exchanges, total);
     } else {
 #pragma unroll

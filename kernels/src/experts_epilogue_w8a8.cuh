@@ -21,8 +21,9 @@ struct Maxima {
 };
 
 // Quantises and stores h. `from` is the warpgroup's first weight row in the segment; `sums` [half][N / 2] are the sums of 64 weight
-// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima.
-template <int N>
+// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima. PERMUTED: in the order of
+// w4a8_token_byte.
+template <bool PERMUTED, int N>
 __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
                                              int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,
                                              uint32_t& exchanges, float (&sums)[2][N / 2]) {
@@ -100,7 +101,13 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
             if (first + token >= tokens) continue;
             const GroupScale group = group_scale(largest[i], p.power_of_two_scales != 0);
             const uint32_t row = first + token;
-            *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = quantise(v[i], group.inverse);
+            const uint2 codes = quantise(v[i], group.inverse);
+            if constexpr (PERMUTED) {
+                const uint32_t words[2] = {codes.x, codes.y};
+                store_permuted(panel + row * BLOCK_K, row, stored % BLOCK_K, words);
+            } else {
+                *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = codes;
+            }
             if (chunk == 0 && warpgroup == 0) p.h_scales[scale_row + row] = group.scale;
         }
     }

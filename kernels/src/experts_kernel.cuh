@@ -25,6 +25,7 @@
 #include "experts_compute_narrow.cuh"
 #include "experts_compute_rows_bf16.cuh"
 #include "experts_compute_rows_w8a8.cuh"
+#include "experts_compute_w4a8.cuh"
 #include "experts_compute_w8a8.cuh"
 #include "experts_launch.h"
 #include "experts_plan.cuh"
@@ -125,6 +126,26 @@ __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segm
     EXPERTD_UP_TO(80)
     EXPERTD_UP_TO(96)
     else EXPERTD_COMPUTE(112);
+#undef EXPERTD_COMPUTE
+}
+
+__device__ __forceinline__ void compute_any(const Block<W4a8>& block, const Segment& segment, int from, bool,
+                                            const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
+    static_assert(W4a8::MAX_TOKENS == 104, "the widest below");
+    const int n = segment.tokens;
+#define EXPERTD_COMPUTE(N) compute_w4a8<N>(block, segment, from, slot, stage, exchanges)
+    if (n <= 8) EXPERTD_COMPUTE(8);
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(24)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(48)
+    EXPERTD_UP_TO(56)
+    EXPERTD_UP_TO(64)
+    EXPERTD_UP_TO(72)
+    EXPERTD_UP_TO(80)
+    EXPERTD_UP_TO(88)
+    EXPERTD_UP_TO(96)
+    else EXPERTD_COMPUTE(104);
 #undef EXPERTD_UP_TO
 #undef EXPERTD_COMPUTE
 }
@@ -138,7 +159,9 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     Cursor slot, stage;
     int turn = 0;
     uint32_t turn_parity = 0, exchanges = 0;
-    if (Format::PANEL_ELEMENTS == BLOCK_K && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
+    if constexpr (Format::PANEL_ELEMENTS == BLOCK_K) {
+        if (Format::TURNS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
+    }
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);

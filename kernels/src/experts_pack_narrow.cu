@@ -212,6 +212,47 @@ EXPERTD_HD Rows pack_nvfp4(const ExpertdPackNarrowParams& p, int unit, int units
     return rows;
 }
 
+// The largest exponent of a row among those of the lane, but for scales of zeros only; 255 if one is a NaN.
+EXPERTD_HD int largest_used_exponent(const uint8_t* codes, const uint8_t* scales, int lane, int k) {
+    int largest = 0;
+    for (int group = lane % 4; group < k / 32; group += 4) {
+        uint32_t any = 0;
+        for (int i = 0; i < 16; i++) any |= codes[group * 16 + i] & 0x77u;
+        if ((any != 0 || scales[group] == 255) && scales[group] > largest) largest = scales[group];
+    }
+    return largest;
+}
+
+// `top`: the exponents that count as the largest of the lane's two rows.
+EXPERTD_HD void pack_w4a8(const ExpertdPackNarrowParams& p, const Rows& rows, const int top[2], int unit, int units, int lane, int k) {
+    const int blocks = (k + BLOCK_K - 1) / BLOCK_K;
+    for (int block = 0; block < blocks; block++) {
+        uint8_t* out = static_cast<uint8_t*>(p.units) + (uint64_t(block) * units + unit) * W4A8_UNIT_BYTES;
+        const int group = block * (BLOCK_K / 32) + lane % 4;
+        const bool inside = group < k / 32;
+        uint32_t words[2][4];
+        for (int i = 0; i < 2; i++) {
+            for (int step = 0; step < BLOCK_K / 32; step++) {
+                uint8_t codes[8] = {};
+                for (int j = 0; j < 8 && inside; j++) codes[j] = rows.codes[i][group * 16 + step * 4 + j / 2] >> (j % 2 * 4) & 15;
+                words[step / 2][step % 2 * 2 + i] = w4a8_word(codes);
+            }
+            const int shift = inside ? top[i] - rows.scales[i][group] : 0;
+            out[W4A8_SHIFTS + lane * 2 + i] = uint8_t(shift < 0 ? 0 : shift > W4A8_MOST_SHIFT ? W4A8_MOST_SHIFT : shift);
+        }
+        for (int chunk = 0; chunk < 2; chunk++) {
+            const uint32_t* of = words[chunk];
+            *reinterpret_cast<uint4*>(out + chunk * 512 + lane * 16) = make_uint4(of[0], of[1], of[2], of[3]);
+        }
+    }
+}
+
+// The exponent that counts as a row's largest, given the largest one. A row of zeros only has any.
+EXPERTD_HD int w4a8_top(int largest) { return largest < W4A8_LEAST_TOP ? W4A8_LEAST_TOP : largest; }
+EXPERTD_HD void write_w4a8_scale(const ExpertdPackNarrowParams& p, int index, int lane, int largest) {
+    write_row_scale(p, index, lane, largest == 255, largest == 0 ? 0 : w4a8_top(largest) - 127 - W4A8_HEADROOM);
+}
+
 // Groups past the last k have scale 0, so their elements are zeros.
 EXPERTD_HD void pack_int4(const ExpertdPackNarrowParams& p, int unit, int units, int lane, int k) {
     const bool with_zeros = p.format == EXPERTD_INT4_ZEROS;
@@ -265,6 +306,15 @@ __global__ void pack_narrow_kernel(const ExpertdPackNarrowParams p, int units, i
         bool nan[2];
         const Rows rows = pack_nvfp4(p, unit, units, lane, k, nan);
         for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, nan[i], NVFP4_ROW_EXPONENT);
+    } else if (p.format == EXPERTD_W4A8) {
+        const Rows rows = find_rows(p, unit, lane, k / 2, k / 32);
+        int largest[2], top[2];
+        for (int i = 0; i < 2; i++) {
+            largest[i] = quad_max(largest_used_exponent(rows.codes[i], rows.scales[i], lane, k));
+            top[i] = w4a8_top(largest[i]);
+        }
+        pack_w4a8(p, rows, top, unit, units, lane, k);
+        for (int i = 0; i < 2; i++) write_w4a8_scale(p, rows.index[i], lane, largest[i]);
     } else {
         const bool bytes = p.format == EXPERTD_MXFP8; // otherwise MXFP4
         const Rows rows = find_rows(p, unit, lane, bytes ? k : k / 2, k / 32);
@@ -296,6 +346,22 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
             bool nan[2];
             const Rows rows = pack_nvfp4(p, unit, units, lane, k, nan);
             for (int i = 0; i < 2; i++) write_row_scale(p, rows.index[i], lane, nan[i], NVFP4_ROW_EXPONENT);
+        }
+        return;
+    }
+    if (p.format == EXPERTD_W4A8) {
+        for (int quad = 0; quad < LANES; quad += 4) {
+            const Rows rows = find_rows(p, unit, quad, k / 2, k / 32);
+            int largest[2] = {0, 0};
+            for (int i = 0; i < 2; i++) {
+                for (int lane = quad; lane < quad + 4; lane++) {
+                    const int of_lane = largest_used_exponent(rows.codes[i], rows.scales[i], lane, k);
+                    largest[i] = of_lane > largest[i] ? of_lane : largest[i];
+                }
+            }
+            const int top[2] = {w4a8_top(largest[0]), w4a8_top(largest[1])};
+            for (int lane = quad; lane < quad + 4; lane++) pack_w4a8(p, rows, top, unit, units, lane, k);
+            for (int i = 0; i < 2; i++) write_w4a8_scale(p, rows.index[i], quad, largest[i]);
         }
         return;
     }
@@ -337,7 +403,7 @@ void pack_unit(const ExpertdPackNarrowParams& p, int unit, int units, int k) {
 bool is_valid(const ExpertdPackNarrowParams& p) {
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
     return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 &&
-           p.format > EXPERTD_BF16 && p.format <= EXPERTD_MXFP8 && p.first != nullptr &&
+           p.format > EXPERTD_BF16 && p.format <= EXPERTD_W4A8 && p.first != nullptr &&
            (p.format != EXPERTD_INT4_ZEROS || (p.first_zeros != nullptr && (!gate_up || p.second_zeros != nullptr))) &&
            p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
            p.row_scales != nullptr && p.units != nullptr;
@@ -378,6 +444,7 @@ extern "C" uint64_t expertd_experts_matrix_bytes(int32_t format, int32_t kind, i
                           : format == EXPERTD_INT4_ZEROS ? expertd::INT4_ZEROS_UNIT_BYTES
                           : format == EXPERTD_NVFP4      ? expertd::NVFP4_UNIT_BYTES
                           : format == EXPERTD_MXFP8      ? expertd::MXFP8_UNIT_BYTES
+                          : format == EXPERTD_W4A8       ? expertd::W4A8_UNIT_BYTES
                                                          : expertd::FP8_UNIT_BYTES;
     return rows / expertd::UNIT_ROWS * ((k + expertd::BLOCK_K - 1) / expertd::BLOCK_K) * unit;
 }

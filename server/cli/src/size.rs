@@ -65,7 +65,7 @@ pub struct SizeArgs {
     /// With --device cuda,cpu: rates by which the time of steps is predicted, as in `serve`
     #[arg(long, default_value_t = MemoryRates::default(), value_name = "RATES")]
     pub memory_rates: MemoryRates,
-    /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
+    /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 their width is padded to a multiple of 128
     #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
     pub mxfp4_compute: Fp8Compute,
     /// Layers that the service holds, as in `serve --layers`
