@@ -31,7 +31,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants && w8a8) {
         const int blocks = m.hidden > 512 ? 0 : 4;
-        for (int w : {32, 64, 128}) list.push_back({0, w, blocks, 0});
+        for (int w : {32, 64, 128})
+            list.push_back({0, w, blocks, 0});
         for (int r : {256, int(EXPERTD_TILE_TALL)})
             for (int w : {0, 32, 64})
                 if (!w4a8 || r != 256) list.push_back({r, w, blocks, 0});

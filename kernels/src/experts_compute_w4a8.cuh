@@ -18,11 +18,11 @@ struct W4a8Words {
     uint4 chunk[2];
     uint32_t shifts; // of its two rows, a byte each
 
-    __device__ __forceinline__ void load(uint32_t unit) {
-        const int lane = threadIdx.x % 32;
-        chunk[0] = load_chunk(unit, 0, lane);
-        chunk[1] = load_chunk(unit, 1, lane);
-        shifts = load_shared_2(unit + W4A8_SHIFTS + lane * 2);
+    // The lane's chunk and its shifts are at these addresses.
+    __device__ __forceinline__ void load(uint32_t first_chunk, uint32_t of_shifts) {
+        shifts = load_shared_2(of_shifts);
+        chunk[0] = load_shared_16(first_chunk);
+        chunk[1] = load_shared_16(first_chunk + 512);
     }
 };
 
@@ -64,21 +64,8 @@ template <int N> __device__ __forceinline__ void multiply_w4a8(float (&sums)[N /
     wgmma_commit();
 }
 
-// The scales of a thread's tokens in registers, where these suffice: both products of a k block use them.
-template <int N> class HeldScales {
-  public:
-    __device__ __forceinline__ explicit HeldScales(uint32_t at) {
-#pragma unroll
-        for (int j = 0; j < N / 8; j++) scales_[j] = load_shared_2f32(at + j * 32);
-    }
-    __device__ __forceinline__ float2 next(int j) const { return scales_[j]; }
-
-  private:
-    float2 scales_[N / 8];
-};
-
-template <int N, class Scales>
-__device__ __forceinline__ void add_scaled_tokens(float (&total)[N / 2], float (&sums)[N / 2], Scales& scales) {
+template <int N>
+__device__ __forceinline__ void add_scaled_tokens(float (&total)[N / 2], float (&sums)[N / 2], TokenScales<N>& scales) {
     wgmma_pin(sums);
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
@@ -103,35 +90,46 @@ __device__ __forceinline__ void compute_w4a8(const Block<W4a8>& block, const Seg
         return;
     }
     constexpr int SETS = W4A8_SETS<N>;
-    constexpr bool HELD = SETS == 1 && N <= 88;
-    using ProductScales = std::conditional_t<HELD, HeldScales<N>, TokenScales<N>>;
+#pragma unroll
+    for (int half = 0; half < 2; half++) prefetch_rows(epilogue_of(block, at_first, from + half * 64, slot));
     const W4a8Magnitudes magnitudes;
-    const uint32_t first_unit = unit_of_warp<W4a8>(at_first, from), second_unit = unit_of_warp<W4a8>(at_first, from + 64);
-    const uint32_t token_place = ScalePlaces().token * 4;
+    const uint32_t token_place = ScalePlaces().token * 4, lane = thread_here() % 32;
+    const uint32_t first_unit = block.weight_ring + unit_of_warp<W4a8>(at_first, from);
+    const uint32_t to_second = unit_of_warp<W4a8>(at_first, from + 64) - unit_of_warp<W4a8>(at_first, from); // the same in every lane
+    const uint32_t chunk_place = first_unit + lane * 16, shift_place = first_unit + W4A8_SHIFTS + lane * 2;
+    constexpr uint32_t STAGE = TALL_ROWS / UNIT_ROWS * W4A8_UNIT_BYTES; // bytes of a stage's weights
+    // Only narrow tiles are paced.
+    const auto await_weights = [&] {
+        if constexpr (N <= LOW_SEGMENT_TOKENS) await_stage(block, stage);
+        else barrier_wait(&block.shared.full[stage.slot], stage.parity);
+    };
     float total[2][N / 2], sums[SETS][N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) total[0][i] = total[1][i] = sums[0][i] = sums[SETS - 1][i] = 0.0f;
     uint32_t a[2][W8A8_STEPS][4];
-    W4a8Words words;
-    await_stage(block, stage);
-    words.load(block.weight_stage(stage.slot) + first_unit);
-    magnitudes.widen(words, a[0]);
+    W4a8Words words[2];
+    await_weights();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        words[half].load(chunk_place + stage.slot * STAGE + half * to_second, shift_place + stage.slot * STAGE + half * to_second);
+    }
+    magnitudes.widen(words[0], a[0]);
     uint32_t scales_before = block.token_scales(stage.slot) + token_place; // of the product that is not yet added; the first one is zeros
     int before = -1; // its stage
 #pragma unroll 1
     for (int panels = block.k_panels(at_first); panels > 0; panels--) {
-        const uint32_t tokens = wgmma_descriptor(block.token_stage(stage.slot));
-        const uint32_t scales = block.token_scales(stage.slot) + token_place;
-        words.load(block.weight_stage(stage.slot) + second_unit);
+        const int here = stage.slot;
+        const uint32_t tokens = wgmma_descriptor(block.token_stage(here));
+        const uint32_t scales = block.token_scales(here) + token_place;
         multiply_w4a8<N>(sums[0], a[0], tokens);
+        magnitudes.widen(words[1], a[1]);
         if constexpr (SETS == 2) {
             TokenScales<N> of_before(scales_before);
             add_scaled_tokens<N>(total[1], sums[1], of_before);
             __syncwarp(); // every lane has read its operands
             if (before >= 0) release_stage(block, before, 1);
         }
-        magnitudes.widen(words, a[1]);
-        ProductScales first(scales);
+        TokenScales<N> first(scales);
         wgmma_wait<0>();
         wgmma_pin(sums[0]);
         if constexpr (SETS == 1) {
@@ -139,26 +137,25 @@ __device__ __forceinline__ void compute_w4a8(const Block<W4a8>& block, const Seg
             wgmma_pin(sums[0]);
         }
         multiply_w4a8<N>(sums[SETS - 1], a[1], tokens);
-        before = stage.slot, scales_before = scales;
-        const int here = stage.slot;
         stage.advance(block.plan.stages);
-        if (panels > 1) await_stage(block, stage);
-        // After the last k block this one is widened again, and the result is not used.
-        words.load(block.weight_stage(panels > 1 ? stage.slot : here) + first_unit);
+        if (panels > 1) await_weights();
+        // After the last k block this loads the last one again, and the words are not used.
+        const uint32_t next = (panels > 1 ? stage.slot : here) * STAGE;
+#pragma unroll
+        for (int half = 0; half < 2; half++) words[half].load(chunk_place + next + half * to_second, shift_place + next + half * to_second);
         if constexpr (SETS == 2) add_scaled_tokens<N>(total[0], sums[0], first);
-        magnitudes.widen(words, a[0]);
-        ProductScales second = [&] {
-            if constexpr (HELD) return first;
-            else return ProductScales(scales);
-        }();
+        magnitudes.widen(words[0], a[0]);
+        TokenScales<N> second(scales);
         wgmma_wait<0>();
         wgmma_pin(sums[SETS - 1]);
         if constexpr (SETS == 1) {
             add_scaled_tokens<N>(total[1], sums[0], second);
             wgmma_pin(sums[0]);
+            wgmma_pin(total[1]);
             __syncwarp(); // every lane has read its operands
-            release_stage(block, before, 1);
+            release_stage(block, here, 1);
         }
+        before = here, scales_before = scales;
     }
     if constexpr (SETS == 2) {
         TokenScales<N> of_before(scales_before);
@@ -167,14 +164,22 @@ __device__ __forceinline__ void compute_w4a8(const Block<W4a8>& block, const Seg
         release_stage(block, before, 1);
     }
     const Segment segment = uniform(block.shared.segments[slot.slot]); // read again, because keeping it would occupy registers
+    RowFactors factors;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const Epilogue epilogue = epilogue_of(block, segment, from + half * 64, slot);
+        factors.scales[half] = row_scales(epilogue), factors.biases[half] = row_biases(epilogue);
+    }
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
         store_h_w8a8<true, N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
-                              block.maxima(0), block.maxima(1), exchanges, total);
+                              block.maxima(0), block.maxima(1), exchanges, total, factors);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (from + half * 64 < segment.rows) finish_segment<N>(block, segment, from + half * 64, slot, total[half]);
+            if (from + half * 64 < segment.rows) {
+                finish_segment<N>(block, segment, from + half * 64, slot, factors.scales[half], factors.biases[half], total[half]);
+            }
         }
     }
 }

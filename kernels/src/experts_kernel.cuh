@@ -139,7 +139,6 @@ __device__ __forceinline__ void compute_any(const Block<W4a8>& block, const Segm
     EXPERTD_UP_TO(24)
     EXPERTD_UP_TO(32)
     EXPERTD_UP_TO(48)
-    EXPERTD_UP_TO(56)
     EXPERTD_UP_TO(64)
     EXPERTD_UP_TO(72)
     EXPERTD_UP_TO(80)

@@ -236,6 +236,8 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // ---- words in shared memory by which threads of a block announce something ----
 
 __device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* p) {

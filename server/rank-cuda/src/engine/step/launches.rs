@@ -18,7 +18,7 @@ use crate::engine::graphs::Half;
 use crate::engine::host_experts::{Chunk, CopiedExperts, Slots, StreamedStep};
 use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
-use crate::experts::{DeviceFormat, activation_code};
+use crate::experts::activation_code;
 use crate::few_rows::ExpertsLoad;
 use expertd_model::Activation;
 
