@@ -6,6 +6,7 @@
 // is under way where the loop ends, because ptxas would serialise wgmmas whose A registers are written meanwhile.
 #pragma once
 
+#include "experts_compute_narrow.cuh"
 #include "experts_compute_w8a8.cuh"
 
 namespace expertd {

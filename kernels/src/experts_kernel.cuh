@@ -1,4 +1,4 @@
-// The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8, FP8.
+// The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8 and W4A8, FP8.
 //
 // Weights are wgmma's M operand and tokens its N, except for many tokens in bf16 and W8A8. Each SM runs one block: two consumer
 // warpgroups (64 or 128 weight rows each), or three with MXFP4, one warp that draws segments and streams weights, one warp that streams
@@ -10,7 +10,7 @@
 //   experts_plan.cuh       tile shapes              experts_formats.cuh         widening of FP8 and MXFP4 to bf16
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
-//   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
+//   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products (_w4a8: with MXFP4 weights)
 //                                                   experts_compute_rows.cuh    many tokens (_bf16, _w8a8: mainloops)
 //                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)

@@ -12,6 +12,8 @@
 // without bank conflicts. The unit's scales follow its elements. The bits of a chunk's words are arranged so that widening needs few
 // instructions (fp8_word, mxfp4_words, int4_word). If k / 64 is odd, the second panel of the last k block is zeros.
 //
+// W4A8: MXFP4 elements as for registers, but x and h as in W8A8, with their elements in another order (w4a8_token_byte).
+//
 // W8A8: wgmma reads FP8 weights from shared memory. The layout is [ceil(k / 128)][rows][128], 128 bytes per row, with chunks permuted
 // as in bf16; the scales of a panel's rows, f32 [rows], follow its rows. x_panels and h have the same layout, but their scales are in
 // separate arrays. Elements past the last k are zeros.
