@@ -8,19 +8,13 @@ brings it along (vllm/third_party/triton_kernels, for PyTorch 2.11); see README.
 torchrun --nproc-per-node N triton_kernels_layer.py --shape gpt-oss-120b [--tokens T ...]
 """
 
-import os
-import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-import layer as common  # noqa: E402
+import layer as common
 
 # Bits of a word of the bitmatrix.
 WORD = 32

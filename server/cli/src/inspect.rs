@@ -143,7 +143,7 @@ fn tiers(
     );
     if resident < all {
         let cores = usable(&available_cores()).saturating_sub(POLLING_CORES);
-        let stream_rows = rates.stream_rows(spec, GPU_PRODUCTS, cores);
+        let stream_rows = rates.stream_rows(spec, cores);
         let group = predict::Group { rates, cores, stream_rows, uploads: 0 };
         let steps = predict::steps(spec, GPU_PRODUCTS, &group, |layer, moe| held(layer, moe, Rank(0)));
         let _ = write!(text, "\nsteps             {}", wrap(&steps, 18));
@@ -399,7 +399,8 @@ mod tests {
         let fp8 = (2 * 256 / 16 + 128 / 16 * 2) * (1024 + 64) + 2 * (2 * 256 + 128) * 4;
         let (experts, gates) = (3 * 9, 3 * 9 * 96 * 2);
         assert_eq!(size, experts * mxfp4 + gates);
-        let format = "MXFP4, as stored; products in bf16; with --mxfp4-compute fp8: MXFP4, as stored; products in FP8";
+        let format =
+            "MXFP4, as stored; products in bf16; with --mxfp4-compute fp8: MXFP4, as stored; products in FP8";
         assert!(text.contains(format), "{text}");
         let in_fp8 = format!("{} with --mxfp4-compute fp8", bytes(experts * fp8 + gates));
         assert!(text.contains(&in_fp8), "{text}");

@@ -219,7 +219,7 @@ fn steps(spec: &ModelSpec, args: &SizeArgs) -> Result<Option<String>, String> {
     let group = predict::Group {
         rates: args.memory_rates,
         cores: cores as usize,
-        stream_rows: args.memory_rates.stream_rows(spec, products(args), cores as usize),
+        stream_rows: args.memory_rates.stream_rows(spec, cores as usize),
         uploads: 0,
     };
     let on_gpu = |layer, moe: &MoeLayer| share.layer(layer, moe).experts_of(Rank(0)).len();

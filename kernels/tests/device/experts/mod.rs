@@ -341,8 +341,7 @@ fn begin(options: &Options) -> Result<Begun, Box<dyn std::error::Error>> {
     let chosen = (experts::BF16..=experts::W4A8)
         .filter(|&format| options.number("format", format as u64) == format as u64);
     // The portable kernels have no products of FP8.
-    let chosen =
-        chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || !is_fp8(format));
+    let chosen = chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || !is_fp8(format));
     Ok((device, Random(options.number("seed", 31)), chosen.collect()))
 }
 

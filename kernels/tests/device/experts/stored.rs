@@ -177,7 +177,8 @@ impl Stored {
 
     /// W4A8: an element as docs/models.md defines it ("MXFP4 with rows in FP8").
     fn in_e4m3(&self, row: usize, col: usize) -> f64 {
-        let top = self.tops.get_or_init(|| (0..self.row_scales.len()).map(|row| self.top(row)).collect())[row];
+        let top =
+            self.tops.get_or_init(|| (0..self.row_scales.len()).map(|row| self.top(row)).collect())[row];
         let at = row * self.k + col;
         let unit = 2f64.powi(top - 127 - 6);
         let value = e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * self.power_of_two(row, col) / unit;
