@@ -29,7 +29,7 @@ BUILDS = {
 PACKING = "experts::pack_tests::packing_on_the_host_gives_the_bytes_of_the_kernels"
 EVERY_LANE = "-DEXPERTD_EVERY_LANE_ARRIVES"
 # What runs, by name: arguments of `device`, or a test of `rank_cuda`. Deadlines are those of waits on the device, which tools lengthen a hundredfold.
-FORMATS = ("bf16", "fp8", "mxfp4", "w8a8", "int4", "int4_zeros", "nvfp4", "mxfp8")
+FORMATS = ("bf16", "fp8", "mxfp4", "w8a8", "int4", "int4_zeros", "nvfp4", "mxfp8", "w4a8")
 SUBJECTS = {
     "gate of few rows, clusters": "gate cases=3 tokens=33 hidden=512 experts=256",
     "gate of many rows": "gate cases=2 tokens=300 hidden=512 experts=128",

@@ -65,7 +65,7 @@ void bench_model(const Model& m, bool tune, const char* flags, const char* only_
             floor_us += std::max(b / HBM, f / TENSOR) * 1e6 / repeats;
         }
         const TimedRows rows(m, experts, most, window);
-        const bool fp8_rows = m.format == EXPERTD_W8A8 && std::getenv("EXPERTS_BF16_ROWS") == nullptr;
+        const bool fp8_rows = fp8_products(m.format) && std::getenv("EXPERTS_BF16_ROWS") == nullptr;
 
         struct Variant {
             int rows, width, flags = 0;
@@ -80,9 +80,9 @@ void bench_model(const Model& m, bool tune, const char* flags, const char* only_
             const double mean = double(most) / experts;
             for (int w : {32, 64, 128, 192, 256}) {
                 if (w > (m.format == EXPERTD_BF16 ? 256 : 128)) continue;
-                if (m.format == EXPERTD_MXFP4 || m.format >= EXPERTD_INT4) list.push_back({0, w});
+                if (m.format == EXPERTD_MXFP4 || (m.format >= EXPERTD_INT4 && m.format != EXPERTD_W4A8)) list.push_back({0, w});
                 for (int r : {32, 64, 128, 256})
-                    if (m.format != EXPERTD_W8A8 && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
+                    if (!fp8_products(m.format) && w * 3 >= mean && (w <= 32 || mean * 8 >= w) && (r >= 128 || mean < 48)) list.push_back({r, w});
             }
         }
         if (tune && only == nullptr && m.format == EXPERTD_W8A8) list.push_back({EXPERTD_TILE_TOKEN_ROWS, 0}), list.push_back({EXPERTD_TILE_TOKEN_PAIRS, 0}), list.push_back({EXPERTD_TILE_TALL, 0}), list.push_back({256, 0}), list.push_back({256, 64});

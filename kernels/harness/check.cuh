@@ -23,7 +23,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     p.x = x.data, p.h = h.data, p.x_panels = x_panels.data, p.state = state.data, p.panel_rows = panel_rows;
     const ScaleWorkspace scales(m, panel_rows);
     p.x_scales = scales.x.data, p.h_scales = scales.h.data;
-    const bool w8a8 = m.format == EXPERTD_W8A8;
+    const bool w8a8 = fp8_products(m.format), w4a8 = m.format == EXPERTD_W4A8;
 
     struct Variant {
         int rows, width, blocks, weight_on_input, power_of_two = 0, fp8_rows = 0, flags = 0;
@@ -31,10 +31,12 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     std::vector<Variant> list = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     if (variants && w8a8) {
         const int blocks = m.hidden > 512 ? 0 : 4;
-        for (int w : {32, 64, 128}) list.push_back({0, w, blocks, 0});
+        for (int w : {32, 64, 128})
+            list.push_back({0, w, blocks, 0});
         for (int r : {256, int(EXPERTD_TILE_TALL)})
-            for (int w : {0, 32, 64}) list.push_back({r, w, blocks, 0});
-        if (layer.view.block_scales != 0) {
+            for (int w : {0, 32, 64})
+                if (!w4a8 || r != 256) list.push_back({r, w, blocks, 0});
+        if (!w4a8 && layer.view.block_scales != 0) {
             for (int rows : {EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS}) {
                 list.push_back({rows, 0, blocks, 0}), list.push_back({rows, 0, 7, 0}), list.push_back({rows, 0, blocks, 1});
                 list.push_back({rows, 0, blocks, 0, 1}), list.push_back({rows, 0, blocks, 0, 0, 1}), list.push_back({rows, 0, blocks, 0, 1, 1});
@@ -58,7 +60,7 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         list.push_back({0, 0, 7, 0});
         list.push_back({0, 0, blocks, 1});
     }
-    if (a <= 4096) {
+    if (a <= 4096 && !w4a8) {
         for (int blocks : {0, 0, 7, a <= 256 ? 1 : 50}) list.push_back({0, 0, blocks, 0, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
         for (int blocks : {0, 5}) list.push_back({0, 0, blocks, 1, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
         if (w8a8) {
@@ -199,10 +201,10 @@ bool check_few_rows(const char* only, bool small_only, int only_format) {
         // 64 tokens have so many tiles that the kernel has as many chunks under way as it may (FewRing::MOST_AHEAD).
         for (int tokens : {1, 2, 8, 64}) good &= check_case(m, experts, draw(m, tokens, rng), layer, ("few: uniform routing, T=" + std::to_string(tokens)).c_str(), false);
     }
-    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8}) {
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8, EXPERTD_W4A8}) {
         if (only != nullptr) break;
         if (only_format >= 0 && format != only_format) continue;
-        const bool w8a8 = format == EXPERTD_W8A8; // inter is a multiple of 128
+        const bool w8a8 = fp8_products(format); // inter is a multiple of 128
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
         Layer layer(clamped, 5, true);
         good &= check_case(clamped, 5, from_counts({8, 0, 7, 1, 2}, 12, rng), layer, "few: 5 experts, clamped", false);
@@ -239,7 +241,7 @@ int check_all(bool small_only, const char* only, int only_format) {
             good &= check_case(m, experts, draw(m, tokens, rng), layer, ("uniform routing, T=" + std::to_string(tokens)).c_str(), tokens == 32);
         }
     }
-    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8}) {
+    for (int format : {EXPERTD_BF16, EXPERTD_FP8, EXPERTD_MXFP4, EXPERTD_W8A8, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP8, EXPERTD_W4A8}) {
         if (only != nullptr) break;
         if (only_format >= 0 && format != only_format) continue;
         Model clamped{"clamped", small_only ? 512 : 2048, small_only ? 256 : 1024, 20, 8, EXPERTD_SWIGLU_CLAMPED, false, format};
@@ -252,7 +254,7 @@ int check_all(bool small_only, const char* only, int only_format) {
             Layer odd_blocks(odd, 3, true, 128);
             good &= check_case(odd, 3, from_counts({129, 260, 1}, 300, rng), odd_blocks, "hidden 320, biases, 128 x 128 scales", true);
         }
-        Model small{"small", 64, format == EXPERTD_W8A8 ? 256 : 192, 8, 2, EXPERTD_SWIGLU, true, format};
+        Model small{"small", 64, fp8_products(format) ? 256 : 192, 8, 2, EXPERTD_SWIGLU, true, format};
         Layer tiny(small, 3, true);
         good &= check_case(small, 3, from_counts({5, 0, 40}, 41, rng), tiny, "hidden 64, inter 192 or 256, biases", true);
     }

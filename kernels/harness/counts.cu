@@ -98,7 +98,7 @@ int main(int argc, char** argv) {
             cudaGraphExec_t exec;
             CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             for (size_t i = 0; i < device.size(); i++) {
-                const ExpertdExpertsParams p = timed_launch(m, experts, layers, rows, device[i], i, m.format == EXPERTD_W8A8);
+                const ExpertdExpertsParams p = timed_launch(m, experts, layers, rows, device[i], i, fp8_products(m.format));
                 CHECK(expertd_experts_launch(&p, stream));
             }
             CHECK(cudaStreamEndCapture(stream, &graph));

@@ -58,11 +58,15 @@ const Model MODELS[] = {
     {"qwen3-30b-w8a8", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
     {"deepseek-v3-w8a8", 7168, 2048, 256, 8, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
     {"mixtral-w8a8", 4096, 14336, 8, 2, EXPERTD_SWIGLU, false, EXPERTD_W8A8},
+    {"gpt-oss-w4a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W4A8},
+    {"qwen3-30b-w4a8", 2048, 768, 128, 8, EXPERTD_SWIGLU, false, EXPERTD_W4A8},
     {"gpt-oss-w8a8", 2880, 2944, 128, 4, EXPERTD_SWIGLU_OAI, true, EXPERTD_W8A8}, // inter is padded, as loaders do
 };
-constexpr const char* FORMATS[] = {"bf16", "fp8", "mxfp4", "w8a8", "int4", "int4z", "nvfp4", "mxfp8"}; // by enum ExpertdFormat
+constexpr const char* FORMATS[] = {"bf16", "fp8", "mxfp4", "w8a8", "int4", "int4z", "nvfp4", "mxfp8", "w4a8"}; // by enum ExpertdFormat
 __host__ __device__ inline bool fp8_codes(int format) { return format == EXPERTD_FP8 || format == EXPERTD_W8A8 || format == EXPERTD_MXFP8; }
 __host__ __device__ inline bool int4_codes(int format) { return format == EXPERTD_INT4 || format == EXPERTD_INT4_ZEROS; }
+// Rows and h are quantised to e4m3, and inter is a multiple of 128.
+__host__ __device__ inline bool fp8_products(int format) { return format == EXPERTD_W8A8 || format == EXPERTD_W4A8; }
 inline int ranks = 4; // number of ranks of the group whose load is timed
 constexpr double HBM = 4.2e12, TENSOR = 650e12; // the rates of the floors in docs/measurements/gpu-steps.md
 

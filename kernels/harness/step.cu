@@ -153,7 +153,7 @@ void time_steps(const Model& m, int ranks, int tokens, int tile_rows, int flags,
     mlp.h = h.data, mlp.state = expert_state.data, mlp.panel_rows = panel_rows, mlp.flags = EXPERTD_LAUNCH_PROGRAMMATIC | flags;
     mlp.tile_rows = tile_rows, mlp.x_scales = scales.x.data, mlp.h_scales = scales.h.data;
     // As ranks do: with few rows a rank alone leaves them in bf16. The peers that the host plays always send bf16.
-    if (m.format == EXPERTD_W8A8 && ranks == 1 && (flags & EXPERTD_LAUNCH_FEW_ROWS) == 0 && std::getenv("STEP_BF16_ROWS") == nullptr) {
+    if (fp8_products(m.format) && ranks == 1 && (flags & EXPERTD_LAUNCH_FEW_ROWS) == 0 && std::getenv("STEP_BF16_ROWS") == nullptr) {
         dispatch.fp8_rows = 1;
         mlp.x = window.data + g.rows, mlp.x_format = EXPERTD_ROWS_FP8, mlp.x_stride = fp8_row_bytes(m.hidden);
     }

@@ -24,19 +24,22 @@ const Entry ENTRIES[] = {
     {setup_int4_zeros, launch_int4_zeros, Int4Zeros::MAX_TOKENS},
     {setup_nvfp4, launch_nvfp4, Nvfp4::MAX_TOKENS},
     {setup_mxfp8, launch_mxfp8, Mxfp8::MAX_TOKENS},
+    {setup_w4a8, launch_w4a8, W4a8::MAX_TOKENS},
 };
 
 template <class... Known> bool one_of(int value, Known... known) { return ((value == known) || ...); }
 
 bool valid(const ExpertdExpertsParams& p) {
-    return p.format >= EXPERTD_BF16 && p.format <= EXPERTD_MXFP8 && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
+    const bool fp8_rows = one_of(p.format, EXPERTD_W8A8, EXPERTD_W4A8);
+    return p.format >= EXPERTD_BF16 && p.format <= EXPERTD_W4A8 && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
             (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128) ||
-            (p.tile_rows == EXPERTD_TILE_TALL && p.format == EXPERTD_W8A8) ||
+            (p.tile_rows == EXPERTD_TILE_TALL && fp8_rows) ||
             (one_of(p.tile_rows, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS) && one_of(p.format, EXPERTD_BF16, EXPERTD_W8A8))) &&
            (p.format != EXPERTD_W8A8 || one_of(p.tile_rows, 0, EXPERTD_TILE_TALL, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS, 256)) &&
-           (p.format == EXPERTD_W8A8 ? p.x_scales != nullptr && p.h_scales != nullptr && p.inter % BLOCK_K == 0 && p.panel_rows % 8 == 0
-                                     : p.x_format == EXPERTD_ROWS_BF16) &&
+           (p.format != EXPERTD_W4A8 || (one_of(p.tile_rows, 0, EXPERTD_TILE_TALL) && (p.flags & EXPERTD_LAUNCH_FEW_ROWS) == 0)) &&
+           (fp8_rows ? p.x_scales != nullptr && p.h_scales != nullptr && p.inter % BLOCK_K == 0 && p.panel_rows % 8 == 0
+                     : p.x_format == EXPERTD_ROWS_BF16) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
            p.x != nullptr && p.y != nullptr && p.x_panels != nullptr && p.h != nullptr && p.state != nullptr &&
            p.x_stride % 16 == 0 && p.experts >= 1 && p.experts <= EXPERTD_MAX_EXPERTS && p.hidden > 0 &&

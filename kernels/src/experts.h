@@ -41,13 +41,16 @@ enum ExpertdFormat {
     EXPERTD_INT4 = 4,      /* 4-bit integers minus 8, with f16 scales per row and 32 k, and f32 scales per row */
     EXPERTD_INT4_ZEROS = 5, /* the same with a zero point from 0 to 15 for each row and 32 k instead of 8 */
     EXPERTD_NVFP4 = 6,     /* e2m1 with e4m3 scales per row and 16 k, and f32 scales per row */
-    EXPERTD_MXFP8 = 7      /* e4m3 with e8m0 scales per row and 32 k, and f32 scales per row */
+    EXPERTD_MXFP8 = 7,     /* e4m3 with e8m0 scales per row and 32 k, and f32 scales per row */
+    /* As EXPERTD_MXFP4, but widened to e4m3 and multiplied with FP8 rows, quantised as for EXPERTD_W8A8, in panels whose elements are in
+     * another order (w4a8_token_byte). inter is a multiple of 128. */
+    EXPERTD_W4A8 = 8
 };
 
 /* Formats of the rows of x. */
 enum ExpertdRows {
     EXPERTD_ROWS_BF16 = 0, /* [hidden] bf16 */
-    EXPERTD_ROWS_FP8 = 1   /* W8A8: [hidden] e4m3, then f32 [ceil(hidden / 128)] scales */
+    EXPERTD_ROWS_FP8 = 1   /* W8A8, W4A8: [hidden] e4m3, then f32 [ceil(hidden / 128)] scales */
 };
 
 enum {
@@ -91,15 +94,15 @@ typedef struct ExpertdExpertsParams {
     const void* x;                     /* device rows of x_format, 16-byte aligned */
     void* y;                           /* device bf16 [assignments][hidden] */
     void* x_panels;                    /* device workspace bf16 [hidden / 64][panel_rows][64], 1024-byte aligned;
-                                          W8A8: e4m3 [ceil(hidden / 128)][panel_rows][128] */
+                                          W8A8, W4A8: e4m3 [ceil(hidden / 128)][panel_rows][128] */
     void* h;                           /* device workspace bf16 [inter / 64][panel_rows][64], 1024-byte aligned;
-                                          W8A8: e4m3 [inter / 128][panel_rows][128] */
-    float* x_scales;                   /* W8A8: device workspace [ceil(hidden / 128)][panel_rows], 32-byte aligned; else null */
-    float* h_scales;                   /* W8A8: device workspace [inter / 128][panel_rows], 32-byte aligned; else null */
+                                          W8A8, W4A8: e4m3 [inter / 128][panel_rows][128] */
+    float* x_scales;                   /* W8A8, W4A8: device workspace [ceil(hidden / 128)][panel_rows], 32-byte aligned; else null */
+    float* h_scales;                   /* W8A8, W4A8: device workspace [inter / 128][panel_rows], 32-byte aligned; else null */
     uint32_t* state;                   /* device, expertd_experts_state_words(experts) words, zeroed once at set-up */
     uint32_t* error;                   /* device error word or null: non-zero means return without writing anything */
     uint64_t x_stride;                 /* bytes between rows of x, a multiple of 16 */
-    int32_t panel_rows;                /* rows of x_panels and h: at least max assignments + 7 * experts; W8A8: multiple of 8 */
+    int32_t panel_rows;                /* rows of x_panels and h: at least max assignments + 7 * experts; W8A8, W4A8: multiple of 8 */
     int32_t experts;                   /* local experts, 1 ... EXPERTD_MAX_EXPERTS */
     int32_t hidden;                    /* multiple of 64 */
     int32_t inter;                     /* multiple of 64 */
@@ -112,11 +115,12 @@ typedef struct ExpertdExpertsParams {
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128 or 256 (shared by two blocks); bf16 with up to
                                           128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. bf16 also has EXPERTD_TILE_TOKEN_ROWS
                                           and _PAIRS. W8A8 only has 0, 256 (two blocks with 256 rows each of their own token
-                                          tiles), EXPERTD_TILE_TALL and, with block_scales, _TOKEN_ROWS and _PAIRS */
+                                          tiles), EXPERTD_TILE_TALL and, with block_scales, _TOKEN_ROWS and _PAIRS. W4A8
+                                          only has 0 and EXPERTD_TILE_TALL, and no kernel for few rows */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat: the format of all layers that are launched with these parameters */
     int32_t x_format;                  /* enum ExpertdRows */
-    int32_t power_of_two_scales;       /* W8A8: non-zero rounds the scales of x and h up to powers of two */
+    int32_t power_of_two_scales;       /* W8A8, W4A8: non-zero rounds the scales of x and h up to powers of two */
     uint64_t deadline_ns;              /* longest wait of a block for others, after which the kernel sets *error and ends; 0: no limit */
 } ExpertdExpertsParams;
 
@@ -151,7 +155,7 @@ int expertd_experts_pack(const ExpertdPackParams* params, void* stream);
 typedef struct ExpertdPackNarrowParams {
     const void* first;          /* gate [inter][hidden] or down [hidden][inter]: FP8 bytes, or nibbles (low one first) */
     const void* second;         /* up [inter][hidden]; null for down */
-    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4, MXFP8: e8m0 [rows][k / 32]; INT4: f16 [rows][k / 32];
+    const void* first_scales;   /* FP8, W8A8: f32 [rows][ceil(k / 128)]; MXFP4, MXFP8, W4A8: e8m0 [rows][k / 32]; INT4: f16 [rows][k / 32];
                                    NVFP4: e4m3 [rows][k / 16] */
     const void* second_scales;  /* scales of up; null for down */
     const void* first_zeros;    /* INT4 with zero points: bytes [rows][k / 32]; else null */

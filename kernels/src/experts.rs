@@ -45,13 +45,15 @@ pub const INT4_ZEROS: i32 = 5;
 pub const NVFP4: i32 = 6;
 /// Weights in MXFP8 units.
 pub const MXFP8: i32 = 7;
+/// MXFP4 weights, multiplied with FP8 rows; the intermediate size is a multiple of [`SCALE_ELEMENTS`]. There is no kernel for few rows.
+pub const W4A8: i32 = 8;
 /// Elements of a row that share a scale in [`NVFP4`].
 pub const NVFP4_GROUP: usize = 16;
 /// Elements of a row that share a scale and a zero point in [`INT4`] and [`INT4_ZEROS`].
 pub const INT4_GROUP: usize = 32;
 /// The zero point of [`INT4`].
 pub const INT4_MIDDLE: u8 = 8;
-/// Elements that share a scale in [`W8A8`].
+/// Elements of a row of x or h that share a scale in [`W8A8`] and [`W4A8`].
 pub const SCALE_ELEMENTS: usize = 128;
 
 /// Rows of x in bf16.
@@ -59,7 +61,7 @@ pub const ROWS_BF16: i32 = 0;
 /// Rows of x as dispatch pushes them in FP8.
 pub const ROWS_FP8: i32 = 1;
 
-/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], [`W8A8`], up to 128 tokens).
+/// [`ExpertsParams::tile_rows`]: 256 weight rows for one block ([`BF16`], [`W8A8`], [`W4A8`], up to 128 tokens).
 pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
@@ -113,13 +115,13 @@ pub struct ExpertsParams {
     pub x: u64,
     /// Out: bf16 `[assignments, hidden]`.
     pub y: u64,
-    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[ceil(hidden / 128), panel_rows, 128]`.
+    /// Workspace bf16 `[hidden / 64, panel_rows, 64]`; [`W8A8`], [`W4A8`]: e4m3 `[ceil(hidden / 128), panel_rows, 128]`.
     pub x_panels: u64,
-    /// Workspace bf16 `[inter / 64, panel_rows, 64]`; [`W8A8`]: e4m3 `[inter / 128, panel_rows, 128]`.
+    /// Workspace bf16 `[inter / 64, panel_rows, 64]`; [`W8A8`], [`W4A8`]: e4m3 `[inter / 128, panel_rows, 128]`.
     pub h: u64,
-    /// [`W8A8`]: workspace f32 `[ceil(hidden / 128), panel_rows]`.
+    /// [`W8A8`], [`W4A8`]: workspace f32 `[ceil(hidden / 128), panel_rows]`.
     pub x_scales: u64,
-    /// [`W8A8`]: workspace f32 `[inter / 128, panel_rows]`.
+    /// [`W8A8`], [`W4A8`]: workspace f32 `[inter / 128, panel_rows]`.
     pub h_scales: u64,
     /// u32 `[state_words(experts)]`, zero before the first launch.
     pub state: u64,
@@ -153,9 +155,9 @@ pub struct ExpertsParams {
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,
-    /// [`ROWS_BF16`] or, with [`W8A8`], [`ROWS_FP8`].
+    /// [`ROWS_BF16`] or, with [`W8A8`] and [`W4A8`], [`ROWS_FP8`].
     pub x_format: i32,
-    /// [`W8A8`]: 1 rounds the scales of x and h up to powers of two.
+    /// [`W8A8`], [`W4A8`]: 1 rounds the scales of x and h up to powers of two.
     pub power_of_two_scales: i32,
     /// Longest wait of a block for others, nanoseconds; 0: no limit.
     pub deadline_ns: u64,
@@ -191,7 +193,7 @@ pub struct PackNarrowParams {
     pub first: u64,
     /// Codes of up; 0 for down.
     pub second: u64,
-    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4, MXFP8: e8m0 `[rows, k / 32]`; INT4: f16 `[rows, k / 32]`; NVFP4: e4m3
+    /// FP8, W8A8: f32 `[rows, ceil(k / 128)]`; MXFP4, MXFP8, W4A8: e8m0 `[rows, k / 32]`; INT4: f16 `[rows, k / 32]`; NVFP4: e4m3
     /// `[rows, k / 16]`.
     pub first_scales: u64,
     /// Scales of up; 0 for down.

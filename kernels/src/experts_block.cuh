@@ -86,7 +86,7 @@ template <class Format> struct Block {
     }
     // W8A8: address of the f32 scales of the stage's weight rows. The scales of its tokens follow.
     __device__ uint32_t scale_stage(int slot) const { return scale_ring + slot * Format::SCALE_STAGE_BYTES; }
-    __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + plan.block_rows * 4; }
+    __device__ uint32_t token_scales(int slot) const { return scale_stage(slot) + (Format::UNIT_SCALE_BYTES != 0 ? plan.block_rows * 4 : 0); }
     // W8A8: the maxima of set 0 or 1.
     __device__ Maxima& maxima(uint32_t set) const {
         return *reinterpret_cast<Maxima*>(&shared.weights[set][ROW_TILE_TOKENS]);

@@ -135,8 +135,8 @@ __device__ __forceinline__ void compute_w8a8(const Block<W8a8>& block, const Seg
     if (segment.rows == 0) return; // a pair's second strip may be empty
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
-        store_h_w8a8<N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
-                           block.maxima(0), block.maxima(1), exchanges, total);
+        store_h_w8a8<false, N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
+                           block.maxima(0), block.maxima(1), exchanges, total, NoRowFactors{});
     } else {
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -98,6 +98,20 @@ __device__ __forceinline__ float2 row_biases(const Epilogue& e) {
     return make_float2(bias[0], bias[8]);
 }
 
+// Brings the factors and biases of a segment's rows to L2, so that its end need not wait for memory.
+__device__ __forceinline__ void prefetch_rows(const Epilogue& e) {
+    const int warp = thread_here() % 128 / 32, row = thread_here() % 32 / 4;
+    if (warp * 16 >= e.rows) return;
+    const bool up = e.segment.phase == 0;
+    const int64_t at = up ? int64_t(e.segment.expert) * 2 * e.p.inter + e.row / 2 + warp * 8 + row
+                          : int64_t(e.segment.expert) * e.p.hidden + e.row + warp * 16 + row;
+    const int64_t other = up ? e.p.inter : 8;
+    const float *scales = up ? e.layer.gate_up_scale : e.layer.down_scale, *biases = up ? e.layer.gate_up_bias : e.layer.down_bias;
+    prefetch_to_l2(scales + at);
+    prefetch_to_l2(scales + at + other);
+    if (biases != nullptr) prefetch_to_l2(biases + at), prefetch_to_l2(biases + at + other);
+}
+
 // Stores h after gate_up. 64 weight rows are 32 features of h; each warp's 16 rows are 8 features, one 16-byte chunk of a token.
 template <int N> __device__ __forceinline__ void store_h(const Epilogue& e, const float2& biases, float (&d)[N / 2]) {
     const ExpertdExpertsParams& p = e.p;

@@ -21,11 +21,21 @@ struct Maxima {
 };
 
 // Quantises and stores h. `from` is the warpgroup's first weight row in the segment; `sums` [half][N / 2] are the sums of 64 weight
-// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima.
-template <int N>
+// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima. PERMUTED: in the order of
+// w4a8_token_byte.
+// The factors and biases of a thread's rows of gate and up in both halves.
+struct RowFactors {
+    float2 scales[2], biases[2];
+    static constexpr bool HELD = true;
+};
+struct NoRowFactors { // they are loaded where they are used
+    static constexpr bool HELD = false;
+};
+
+template <bool PERMUTED, int N, class Factors>
 __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
                                              int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,
-                                             uint32_t& exchanges, float (&sums)[2][N / 2]) {
+                                             uint32_t& exchanges, float (&sums)[2][N / 2], const Factors& factors) {
     constexpr int CHUNKS = 8;                             // chunks of 8 features per token
     constexpr int PASSES = STAGING_TOKENS * CHUNKS / 128; // chunks of 64 tokens that a thread quantises
     const int thread = thread_here() % 128, warp = thread / 32, lane = thread % 32, pair = lane % 4;
@@ -45,9 +55,14 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int64_t row = int64_t(segment.expert) * 2 * p.inter + feature + half * 32 + warp * 8 + lane / 4;
-            const float gate_scale = layer.gate_up_scale[row], up_scale = layer.gate_up_scale[row + p.inter];
-            float gate_bias = 0.0f, up_bias = 0.0f;
-            if (layer.gate_up_bias != nullptr) gate_bias = layer.gate_up_bias[row], up_bias = layer.gate_up_bias[row + p.inter];
+            float gate_scale, up_scale, gate_bias = 0.0f, up_bias = 0.0f;
+            if constexpr (Factors::HELD) {
+                gate_scale = factors.scales[half].x, up_scale = factors.scales[half].y;
+                gate_bias = factors.biases[half].x, up_bias = factors.biases[half].y;
+            } else {
+                gate_scale = layer.gate_up_scale[row], up_scale = layer.gate_up_scale[row + p.inter];
+                if (layer.gate_up_bias != nullptr) gate_bias = layer.gate_up_bias[row], up_bias = layer.gate_up_bias[row + p.inter];
+            }
             const float(&d)[N / 2] = sums[half];
             uint32_t packed[STAGING_TOKENS / 8];
 #pragma unroll
@@ -100,7 +115,13 @@ __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, cons
             if (first + token >= tokens) continue;
             const GroupScale group = group_scale(largest[i], p.power_of_two_scales != 0);
             const uint32_t row = first + token;
-            *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = quantise(v[i], group.inverse);
+            const uint2 codes = quantise(v[i], group.inverse);
+            if constexpr (PERMUTED) {
+                const uint32_t words[2] = {codes.x, codes.y};
+                store_permuted(panel + row * BLOCK_K, row, stored % BLOCK_K, words);
+            } else {
+                *reinterpret_cast<uint2*>(panel + row * BLOCK_K + panel_byte(row, stored % BLOCK_K)) = codes;
+            }
             if (chunk == 0 && warpgroup == 0) p.h_scales[scale_row + row] = group.scale;
         }
     }

@@ -346,6 +346,26 @@ struct W8a8 : Threads<2, 224, 56> {
     static constexpr bool THREADS_READ = true;
     static constexpr int SCALE_STAGE_BYTES = 1536; // scales of 256 weight rows, then of up to 128 tokens
     static constexpr bool SHARED_SEGMENTS = true;
+    static constexpr bool PERMUTED = false; // whether elements of x and h are in the order of w4a8_token_byte
+    static constexpr bool TURNS = true; // whether the warpgroups take turns with the tensor cores
+};
+
+// MXFP4 weights that are widened to e4m3 and multiplied with FP8 rows. Segments are as in W8A8 with weights as wgmma's M.
+struct W4a8 : Threads<2, 224, 56> {
+    static constexpr int UNIT_BYTES = W4A8_UNIT_BYTES;
+    static constexpr int UNIT_SCALE_BYTES = 0;
+    static constexpr int PANEL_ELEMENTS = BLOCK_K;
+    static constexpr int BLOCK_PANELS = 1;
+    static constexpr int MAX_TOKENS = 104;
+    static constexpr bool TOKEN_ROWS = false;
+    static constexpr bool HALVES = false;
+    static constexpr bool FEW_TOKENS_ALONE = false;
+    static constexpr bool ROW_SCALES = true;
+    static constexpr bool THREADS_READ = true;
+    static constexpr int SCALE_STAGE_BYTES = 512; // scales of up to 128 tokens
+    static constexpr bool SHARED_SEGMENTS = true;
+    static constexpr bool PERMUTED = true;
+    static constexpr bool TURNS = false;
 };
 
 // Loads a lane's chunk of a unit. The chunks of a k block are 512 bytes apart in the unit.

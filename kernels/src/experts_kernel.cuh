@@ -1,4 +1,4 @@
-// The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8, FP8.
+// The expert MLP of one layer on one rank, in one persistent kernel for Hopper. Rows are bf16 or, with W8A8 and W4A8, FP8.
 //
 // Weights are wgmma's M operand and tokens its N, except for many tokens in bf16 and W8A8. Each SM runs one block: two consumer
 // warpgroups (64 or 128 weight rows each), or three with MXFP4, one warp that draws segments and streams weights, one warp that streams
@@ -10,7 +10,7 @@
 //   experts_plan.cuh       tile shapes              experts_formats.cuh         widening of FP8 and MXFP4 to bf16
 //   experts_producers.cuh  weights and rows         experts_compute.cuh         mainloop, both operands in shared memory
 //   experts_rows.cuh       rows to panels           experts_compute_narrow.cuh  mainloop, weights widened in registers
-//   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products
+//   experts_block.cuh      data of all roles        experts_compute_w8a8.cuh    mainloop, FP8 products (_w4a8: with MXFP4 weights)
 //                                                   experts_compute_rows.cuh    many tokens (_bf16, _w8a8: mainloops)
 //                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
@@ -25,6 +25,7 @@
 #include "experts_compute_narrow.cuh"
 #include "experts_compute_rows_bf16.cuh"
 #include "experts_compute_rows_w8a8.cuh"
+#include "experts_compute_w4a8.cuh"
 #include "experts_compute_w8a8.cuh"
 #include "experts_launch.h"
 #include "experts_plan.cuh"
@@ -125,6 +126,25 @@ __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segm
     EXPERTD_UP_TO(80)
     EXPERTD_UP_TO(96)
     else EXPERTD_COMPUTE(112);
+#undef EXPERTD_COMPUTE
+}
+
+__device__ __forceinline__ void compute_any(const Block<W4a8>& block, const Segment& segment, int from, bool,
+                                            const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
+    static_assert(W4a8::MAX_TOKENS == 104, "the widest below");
+    const int n = segment.tokens;
+#define EXPERTD_COMPUTE(N) compute_w4a8<N>(block, segment, from, slot, stage, exchanges)
+    if (n <= 8) EXPERTD_COMPUTE(8);
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(24)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(48)
+    EXPERTD_UP_TO(64)
+    EXPERTD_UP_TO(72)
+    EXPERTD_UP_TO(80)
+    EXPERTD_UP_TO(88)
+    EXPERTD_UP_TO(96)
+    else EXPERTD_COMPUTE(104);
 #undef EXPERTD_UP_TO
 #undef EXPERTD_COMPUTE
 }
@@ -138,7 +158,9 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     Cursor slot, stage;
     int turn = 0;
     uint32_t turn_parity = 0, exchanges = 0;
-    if (Format::PANEL_ELEMENTS == BLOCK_K && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
+    if constexpr (Format::PANEL_ELEMENTS == BLOCK_K) {
+        if (Format::TURNS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
+    }
     while (true) {
         barrier_wait(&shared.segment_full[slot.slot], slot.parity);
         const Segment segment = uniform(shared.segments[slot.slot]);

@@ -12,6 +12,8 @@
 // without bank conflicts. The unit's scales follow its elements. The bits of a chunk's words are arranged so that widening needs few
 // instructions (fp8_word, mxfp4_words, int4_word). If k / 64 is odd, the second panel of the last k block is zeros.
 //
+// W4A8: MXFP4 elements as for registers, but x and h as in W8A8, with their elements in another order (w4a8_token_byte).
+//
 // W8A8: wgmma reads FP8 weights from shared memory. The layout is [ceil(k / 128)][rows][128], 128 bytes per row, with chunks permuted
 // as in bf16; the scales of a panel's rows, f32 [rows], follow its rows. x_panels and h have the same layout, but their scales are in
 // separate arrays. Elements past the last k are zeros.
@@ -161,6 +163,36 @@ constexpr int MXFP8_LARGEST = 134; // largest code that needs no offset
 EXPERTD_HD uint8_t mxfp8_multiplier(int code, int offset) {
     const int field = code + 120 - offset;
     return uint8_t(field < 0 ? 0 : field);
+}
+
+// ---- W4A8: 1024 bytes of elements, [2 chunks][32 lanes][4 words], then [32 lanes][2] shifts ----
+//
+// MXFP4 elements that are widened to e4m3, as wgmma's A fragments of 32 k. Lane l holds elements of the 32 k of one scale, number l % 4 of the
+// unit, so that it needs one scale for each of its rows l / 4 and l / 4 + 8: element 8 s + 4 h + b of them is byte b of register 2 h + i
+// of step s, where i is the row. Rows of x and h have their elements in the order that follows from that (w4a8_token_byte).
+//
+// Words 2 (s % 2) + i of chunk s / 2 hold eight elements of step s and row i. The magnitude of byte b of register h is at bits 16 h + 4 b to
+// 16 h + 4 b + 2, as prmt selects it from a table; its sign is the upper bit of four, 8 b + 7 of the first register and 8 b + 3 of the second.
+// The shift of row i, byte [l][i], is the distance of the scale's exponent from the row's largest, at most W4A8_MOST_SHIFT.
+constexpr int W4A8_SHIFTS = UNIT_ROWS * BLOCK_K / 2; // place of the shifts
+constexpr int W4A8_UNIT_BYTES = W4A8_SHIFTS + UNIT_ROWS * BLOCK_K / 32;
+constexpr int W4A8_MOST_SHIFT = 31; // from 19 on every element is rounded to zero
+constexpr int W4A8_HEADROOM = 6;    // a row's factor is 2^-6 times its largest scale, so that 6, the largest element, becomes 384
+constexpr int W4A8_LEAST_TOP = 7;   // least exponent that counts as a row's largest: the row's factor is then f32's least normal number
+
+// Place of byte k of 128 in a row of x or h, before chunks are permuted (panel_byte).
+EXPERTD_HD uint32_t w4a8_token_byte(uint32_t k) { return k % 32 / 4 * 16 + k / 32 * 4 + k % 4; }
+
+// The word of eight elements in the order of k.
+EXPERTD_HD uint32_t w4a8_word(const uint8_t codes[8]) {
+    uint32_t word = 0;
+    for (int h = 0; h < 2; h++) {
+        for (int b = 0; b < 4; b++) {
+            word |= uint32_t(codes[4 * h + b] & 7) << (16 * h + 4 * b);
+            word |= uint32_t(codes[4 * h + b] >> 3) << (8 * b + (h == 0 ? 7 : 3));
+        }
+    }
+    return word;
 }
 
 // ---- INT4: 1024 bytes of elements, [2 panels][32 lanes][4 words], then f16 [8][2][4] scales, then [8][4] bytes of zero points ----

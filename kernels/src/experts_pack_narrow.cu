@@ -44,7 +44,7 @@ struct PlainRows {
         code_bytes = has_bytes ? k : k / 2;
         scale_bytes = is_int4(format)              ? k / INT4_GROUP * 2
                       : format == EXPERTD_NVFP4    ? k / NVFP4_GROUP
-                      : format == EXPERTD_MXFP4 || format == EXPERTD_MXFP8 ? k / 32
+                      : format == EXPERTD_MXFP4 || format == EXPERTD_MXFP8 || format == EXPERTD_W4A8 ? k / 32
                                                    : (k + BLOCK_K - 1) / BLOCK_K * 4;
     }
 
@@ -69,7 +69,7 @@ __global__ void pack_narrow_kernel(const __grid_constant__ ExpertdPackNarrowPara
 bool is_valid(const ExpertdPackNarrowParams& p) {
     const bool gate_up = p.kind == EXPERTD_PACK_GATE_UP;
     return p.hidden > 0 && p.hidden % 64 == 0 && p.inter > 0 && p.inter % 64 == 0 &&
-           p.format > EXPERTD_BF16 && p.format <= EXPERTD_MXFP8 && p.first != nullptr &&
+           p.format > EXPERTD_BF16 && p.format <= EXPERTD_W4A8 && p.first != nullptr &&
            (p.format != EXPERTD_INT4_ZEROS || (p.first_zeros != nullptr && (!gate_up || p.second_zeros != nullptr))) &&
            p.first_scales != nullptr && (!gate_up || (p.second != nullptr && p.second_scales != nullptr)) && p.row_scales_in != nullptr &&
            p.row_scales != nullptr && p.units != nullptr;

@@ -32,7 +32,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
                                            : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
     plan.tile_tokens = plan.token_rows      ? ROW_TILE_TOKENS
                        : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
-                       : W8A8             ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
+                       : W8A8               ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
                                           : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
     plan.block_rows = tall ? TALL_ROWS : Format::TILE_ROWS;
     if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
@@ -42,7 +42,7 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
 
     plan.late_draw = W8A8 || plan.token_rows;
     plan.share_weights = plan.token_rows ? rows_in_pairs(p, shared.active, shared.tables.offset[p.experts])
-                                         : W8A8 && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
+                                         : W8A8 && Format::TOKEN_ROWS && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
     // Token tiles of an expert; an even number if a pair computes two at once.
     const int step = plan.share_weights ? 2 : 1;
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "experts_layout.cuh"
 #include "ptx.cuh"
 
 namespace expertd {
@@ -62,6 +63,12 @@ __device__ __forceinline__ float largest_of(const uint4& v) {
 __device__ __forceinline__ uint2 quantise(const uint4& v, float inverse) {
     return make_uint2(pack_e4m3(low_bf16(v.x) * inverse, high_bf16(v.x) * inverse, low_bf16(v.y) * inverse, high_bf16(v.y) * inverse),
                       pack_e4m3(low_bf16(v.z) * inverse, high_bf16(v.z) * inverse, low_bf16(v.w) * inverse, high_bf16(v.w) * inverse));
+}
+
+// W4A8: stores 4 `COUNT` elements from `k` on of a panel's row, in the order of w4a8_token_byte.
+template <int COUNT> __device__ __forceinline__ void store_permuted(uint8_t* row_start, uint32_t row, uint32_t k, const uint32_t (&words)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) *reinterpret_cast<uint32_t*>(row_start + panel_byte(row, w4a8_token_byte(k + 4 * i))) = words[i];
 }
 
 // The largest value of LANES neighbouring lanes.

@@ -104,7 +104,8 @@ bool is_rewritten(const ExpertdRepackParams& p) {
     case EXPERTD_FP8:
     case EXPERTD_W8A8:
         return from == EXPERTD_FROM_FP8 && (p.scale_blocks % (BLOCK_K / BLOCK_32) == 0 || p.scale_blocks * BLOCK_32 >= p.source_k);
-    case EXPERTD_MXFP4: return from == EXPERTD_FROM_MXFP4;
+    case EXPERTD_MXFP4:
+    case EXPERTD_W4A8: return from == EXPERTD_FROM_MXFP4;
     case EXPERTD_MXFP8: return from == EXPERTD_FROM_MXFP8;
     case EXPERTD_NVFP4: return from == EXPERTD_FROM_NVFP4 && p.scale_type == EXPERTD_SCALES_F16 && p.block_groups <= 2;
     case EXPERTD_INT4:
@@ -140,6 +141,7 @@ extern "C" int expertd_experts_repack(const ExpertdRepackParams* params, void* s
     case EXPERTD_INT4_ZEROS: return repack_units<EXPERTD_INT4_ZEROS>(p, on);
     case EXPERTD_NVFP4: return repack_units<EXPERTD_NVFP4>(p, on);
     case EXPERTD_MXFP8: return repack_units<EXPERTD_MXFP8>(p, on);
+    case EXPERTD_W4A8: return repack_units<EXPERTD_W4A8>(p, on);
     default: repack_bf16_kernel<<<REPACK_BLOCKS, REPACK_THREADS, 0, on>>>(p); return cudaGetLastError();
     }
 }
@@ -156,6 +158,7 @@ extern "C" int expertd_experts_repack_host(const ExpertdRepackParams* params) {
     case EXPERTD_INT4_ZEROS: return repack_units_on_host<EXPERTD_INT4_ZEROS>(p);
     case EXPERTD_NVFP4: return repack_units_on_host<EXPERTD_NVFP4>(p);
     case EXPERTD_MXFP8: return repack_units_on_host<EXPERTD_MXFP8>(p);
+    case EXPERTD_W4A8: return repack_units_on_host<EXPERTD_W4A8>(p);
     default: break;
     }
     const Chunks chunks(p);

@@ -51,7 +51,8 @@ EXPERTD_HD uint8_t e4m3_of_half(uint16_t bits) {
 EXPERTD_HD constexpr int source_of(int format, int any) {
     switch (format) {
     case EXPERTD_BF16: return any;
-    case EXPERTD_MXFP4: return EXPERTD_FROM_MXFP4;
+    case EXPERTD_MXFP4:
+    case EXPERTD_W4A8: return EXPERTD_FROM_MXFP4;
     case EXPERTD_NVFP4: return EXPERTD_FROM_NVFP4;
     case EXPERTD_MXFP8: return EXPERTD_FROM_MXFP8;
     case EXPERTD_INT4:

@@ -64,7 +64,12 @@ __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const 
             for (int i = 0; i < BATCH; i++) {
                 const int panel = first + i;
                 if (2 * panel >= piece.end) break;
-                *reinterpret_cast<uint4*>(destination + panel * panel_bytes + panel_byte(piece.row, chunk * 16)) = v[i];
+                if constexpr (Format::PERMUTED) {
+                    const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+                    store_permuted(destination + panel * panel_bytes, piece.row, chunk * 16, words);
+                } else {
+                    *reinterpret_cast<uint4*>(destination + panel * panel_bytes + panel_byte(piece.row, chunk * 16)) = v[i];
+                }
                 if (chunk == 0) p.x_scales[int64_t(panel) * p.panel_rows + piece.row] = scale[i];
             }
             loaded();
@@ -89,8 +94,13 @@ __device__ __forceinline__ void copy_piece(const ExpertdExpertsParams& p, const 
             const int block = (panel + i) / 2;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                *reinterpret_cast<uint2*>(destination + block * panel_bytes + panel_byte(piece.row, half * 64 + chunk * 8)) =
-                    quantise(v[i + half], group.inverse);
+                const uint2 codes = quantise(v[i + half], group.inverse);
+                if constexpr (Format::PERMUTED) {
+                    const uint32_t words[2] = {codes.x, codes.y};
+                    store_permuted(destination + block * panel_bytes, piece.row, half * 64 + chunk * 8, words);
+                } else {
+                    *reinterpret_cast<uint2*>(destination + block * panel_bytes + panel_byte(piece.row, half * 64 + chunk * 8)) = codes;
+                }
             }
             if (chunk == 0) p.x_scales[int64_t(block) * p.panel_rows + piece.row] = group.scale;
         }

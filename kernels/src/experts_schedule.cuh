@@ -166,6 +166,7 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(int longe
     if (block_rows == TALL_ROWS) return longest <= 64 ? 64 : longest <= 128 ? 128 : TALL_TOKENS;
     // Narrow tiles leave room for more stages. With several tiles for the longest expert, the widest tiles leave the others the fewest.
     if (Format::FEW_TOKENS_ALONE && longest > 64) return min(divide_up(longest, 16) * 16, Format::MAX_TOKENS);
+    if (!Format::TOKEN_ROWS && Format::PANEL_ELEMENTS == BLOCK_K && longest > 32) return min(round_up_8(longest), Format::MAX_TOKENS);
     const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
     return min(tile, Format::MAX_TOKENS);
 }

@@ -40,13 +40,14 @@ EXPERTD_HD int unit_bytes(int format) {
     case EXPERTD_INT4_ZEROS: return INT4_ZEROS_UNIT_BYTES;
     case EXPERTD_NVFP4: return NVFP4_UNIT_BYTES;
     case EXPERTD_MXFP8: return MXFP8_UNIT_BYTES;
+    case EXPERTD_W4A8: return W4A8_UNIT_BYTES;
     default: return FP8_UNIT_BYTES;
     }
 }
 
 // What is found in the scales of a row before it is packed. Those of two parts are merged by the larger value of each.
 struct RowFacts {
-    int largest = 0; // exponent of MXFP4 and MXFP8; 1 for a NaN of NVFP4; INT4: bits of the largest finite scale, if the source needs it
+    int largest = 0; // exponent of MXFP4 and MXFP8, in W4A8 of groups that have values; 255 if one is a NaN; 1 for a NaN of NVFP4; INT4: bits of the largest finite scale, if the source needs it
     int differs = 0; // INT4: whether a scale is not that of the first group, if the source needs it
 };
 
@@ -61,6 +62,14 @@ template <class Row> EXPERTD_HD RowFacts find_facts(const Row& row, int format, 
         for (int group = part; group < k / 32; group += QUAD) {
             const int exponent = row.exponent(group);
             facts.largest = exponent > facts.largest ? exponent : facts.largest;
+        }
+    } else if (format == EXPERTD_W4A8) {
+        for (int group = part; group < k / 32; group += QUAD) {
+            uint32_t any = 0;
+#pragma unroll 4
+            for (int i = 0; i < 16; i++) any |= row.nibbles(group * 32 + 2 * i) & 0x77;
+            const int exponent = row.exponent(group);
+            if ((any != 0 || exponent == 255) && exponent > facts.largest) facts.largest = exponent;
         }
     } else if (format == EXPERTD_NVFP4) {
 #pragma unroll 4
@@ -165,6 +174,35 @@ template <class Row> EXPERTD_HD void pack_nvfp4(const Row rows[2], uint8_t* out,
     }
 }
 
+// The exponent that counts as the largest of a row.
+EXPERTD_HD int w4a8_top(const RowFacts& facts) { return facts.largest < W4A8_LEAST_TOP ? W4A8_LEAST_TOP : facts.largest; }
+
+template <class Row> EXPERTD_HD void pack_w4a8(const Row rows[2], const RowFacts facts[2], uint8_t* out, int block, int lane, int k) {
+    const int group = block * (BLOCK_K / 32) + lane % QUAD;
+    const bool inside = group < k / 32;
+    uint32_t words[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 32; step++) {
+            uint8_t codes[8];
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const uint8_t both = inside ? rows[i].nibbles(group * 32 + step * 8 + j) : 0;
+                codes[j] = both & 15, codes[j + 1] = both >> 4;
+            }
+            words[step / 2][step % 2 * 2 + i] = w4a8_word(codes);
+        }
+        const int shift = inside ? w4a8_top(facts[i]) - rows[i].exponent(group) : 0;
+        out[W4A8_SHIFTS + lane * 2 + i] = uint8_t(shift < 0 ? 0 : shift > W4A8_MOST_SHIFT ? W4A8_MOST_SHIFT : shift);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < 2; chunk++) {
+        const uint32_t* of = words[chunk];
+        *reinterpret_cast<uint4*>(out + chunk * 512 + lane * 16) = make_uint4(of[0], of[1], of[2], of[3]);
+    }
+}
+
 // Groups past the last k have scale 0, so their elements are zeros.
 template <class Row>
 EXPERTD_HD void pack_int4(const Row rows[2], const RowFacts facts[2], int format, uint8_t* out, int block, int lane, int k) {
@@ -200,6 +238,7 @@ EXPERTD_HD void pack_block(const Row rows[2], const RowFacts facts[2], int forma
     switch (format) {
     case EXPERTD_FP8: pack_fp8(rows, out, block, lane, k, nan); break;
     case EXPERTD_NVFP4: pack_nvfp4(rows, out, block, lane, k); break;
+    case EXPERTD_W4A8: pack_w4a8(rows, facts, out, block, lane, k); break;
     case EXPERTD_MXFP4:
         pack_e2m1(rows, out, block, lane, k, [](uint8_t code, int, int) { return code; });
         pack_exponents(rows, facts, format, out + MXFP4_ELEMENT_BYTES, block, lane, k);
@@ -217,6 +256,8 @@ template <class Row> EXPERTD_HD void write_row_scale(const Row& row, const RowFa
     int exponent = 0;
     if (format == EXPERTD_MXFP4) exponent = row_offset(facts.largest, MXFP4_LARGEST), nan |= facts.largest == 255;
     if (format == EXPERTD_MXFP8) exponent = row_offset(facts.largest, MXFP8_LARGEST), nan |= facts.largest == 255;
+    // A row of zeros only may have any factor.
+    if (format == EXPERTD_W4A8 && facts.largest != 0) exponent = w4a8_top(facts) - 127 - W4A8_HEADROOM, nan |= facts.largest == 255;
     if (format == EXPERTD_NVFP4) exponent = NVFP4_ROW_EXPONENT, nan |= facts.largest != 0;
     if (is_int4(format)) exponent = int4_row_exponent(i);
     // The same NaN on the host as on the device.

@@ -236,6 +236,8 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // ---- words in shared memory by which threads of a block announce something ----
 
 __device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* p) {
@@ -246,6 +248,14 @@ __device__ __forceinline__ uint32_t load_acquire_shared(const uint32_t* p) {
 
 __device__ __forceinline__ void store_release_shared(uint32_t* p, uint32_t value) {
     asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem_address(p)), "r"(value) : "memory");
+}
+
+// Byte i of the result is the one of `low` and `high` (0 to 3, 4 to 7) that bits 4 i to 4 i + 2 of `numbers` name. Bits 4 i + 3 of the lower
+// half must be zero.
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t numbers) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(numbers));
+    return bytes;
 }
 
 // ---- threads ----
@@ -305,6 +315,12 @@ __device__ __forceinline__ void store_shared_2(uint32_t address, uint16_t value)
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
     return v;
 }
 

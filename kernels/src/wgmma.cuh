@@ -157,6 +157,32 @@ EXPERTD_WGMMA_FP8(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3
 EXPERTD_WGMMA_FP8(128, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", " EXPERTD_R6 ", " EXPERTD_R7, 64, 65, 66, EXPERTD_D32(0), EXPERTD_D32(32));
 EXPERTD_WGMMA_FP8(112, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", " EXPERTD_R6, 56, 57, 58, EXPERTD_D32(0), EXPERTD_D16(32), EXPERTD_D8(48));
 
+// As WgmmaRegisters, for e4m3 operands (m64nNk32). Lane l's registers 2 h + i hold row l / 4 + 8 i and k 16 h + 4 (l % 4) to 16 h + 4 (l % 4) + 3.
+template <int N> struct WgmmaFp8Registers;
+
+#define EXPERTD_WGMMA_FP8_REGISTERS(N, REGISTERS, A0, A1, A2, A3, B, ADD, ...)                                         \
+    template <> struct WgmmaFp8Registers<N> {                                                                          \
+        static __device__ __forceinline__ void mma(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) {   \
+            asm volatile("{\n.reg .b64 b;\n.reg .pred add;\nmov.b64 b, {%" #B ", 0x40000040};\nsetp.ne.b32 add, %" #ADD  \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS "}, {%" #A0       \
+                         ", %" #A1 ", %" #A2 ", %" #A3 "}, b, add, 1, 1;\n}\n"                                         \
+                         : __VA_ARGS__                                                                                 \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));                      \
+        }                                                                                                              \
+    }
+
+EXPERTD_WGMMA_FP8_REGISTERS(8, "%0, %1, %2, %3", 4, 5, 6, 7, 8, 9, EXPERTD_D4(0));
+EXPERTD_WGMMA_FP8_REGISTERS(16, EXPERTD_R0, 8, 9, 10, 11, 12, 13, EXPERTD_D8(0));
+EXPERTD_WGMMA_FP8_REGISTERS(24, EXPERTD_R0 ", " "%8, %9, %10, %11", 12, 13, 14, 15, 16, 17, EXPERTD_D8(0), EXPERTD_D4(8));
+EXPERTD_WGMMA_FP8_REGISTERS(32, EXPERTD_R0 ", " EXPERTD_R1, 16, 17, 18, 19, 20, 21, EXPERTD_D16(0));
+EXPERTD_WGMMA_FP8_REGISTERS(48, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2, 24, 25, 26, 27, 28, 29, EXPERTD_D16(0), EXPERTD_D8(16));
+EXPERTD_WGMMA_FP8_REGISTERS(64, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3, 32, 33, 34, 35, 36, 37, EXPERTD_D32(0));
+EXPERTD_WGMMA_FP8_REGISTERS(72, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " "%32, %33, %34, %35", 36, 37, 38, 39, 40, 41, EXPERTD_D32(0), EXPERTD_D4(32));
+EXPERTD_WGMMA_FP8_REGISTERS(80, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4, 40, 41, 42, 43, 44, 45, EXPERTD_D32(0), EXPERTD_D8(32));
+EXPERTD_WGMMA_FP8_REGISTERS(88, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " "%40, %41, %42, %43", 44, 45, 46, 47, 48, 49, EXPERTD_D32(0), EXPERTD_D8(32), EXPERTD_D4(40));
+EXPERTD_WGMMA_FP8_REGISTERS(96, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5, 48, 49, 50, 51, 52, 53, EXPERTD_D32(0), EXPERTD_D16(32));
+EXPERTD_WGMMA_FP8_REGISTERS(104, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R3 ", " EXPERTD_R4 ", " EXPERTD_R5 ", " "%48, %49, %50, %51", 52, 53, 54, 55, 56, 57, EXPERTD_D32(0), EXPERTD_D16(32), EXPERTD_D4(48));
+
 #undef EXPERTD_R0
 #undef EXPERTD_R1
 #undef EXPERTD_R2
@@ -180,5 +206,6 @@ EXPERTD_WGMMA_FP8(112, EXPERTD_R0 ", " EXPERTD_R1 ", " EXPERTD_R2 ", " EXPERTD_R
 #undef EXPERTD_WGMMA
 #undef EXPERTD_WGMMA_REGISTERS
 #undef EXPERTD_WGMMA_FP8
+#undef EXPERTD_WGMMA_FP8_REGISTERS
 
 } // namespace expertd

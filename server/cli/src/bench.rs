@@ -79,7 +79,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode, CommandError> {
     );
     let on_gpus = plan.cluster.device() == DeviceKind::Cuda;
     let of = |moe: &MoeLayer| gpu::Stored::routed(&moe.experts).on_device(plan.cluster.fp8_products);
-    let fp8_products = on_gpus && plan.spec.moe_layers().any(|(_, moe)| of(moe) == gpu::DeviceFormat::W8a8);
+    let fp8_products = on_gpus && plan.spec.moe_layers().any(|(_, moe)| of(moe).has_fp8_rows());
     if let Some(text) = super::serve::describe_weights(&plan) {
         println!("{text}");
     }

@@ -143,7 +143,7 @@ fn tiers(
     );
     if resident < all {
         let cores = usable(&available_cores()).saturating_sub(POLLING_CORES);
-        let stream_rows = rates.stream_rows(spec, GPU_PRODUCTS, cores);
+        let stream_rows = rates.stream_rows(spec, cores);
         let group = predict::Group { rates, cores, stream_rows, uploads: 0 };
         let steps = predict::steps(spec, GPU_PRODUCTS, &group, |layer, moe| held(layer, moe, Rank(0)));
         let _ = write!(text, "\nsteps             {}", wrap(&steps, 18));
@@ -393,13 +393,14 @@ mod tests {
             text.contains("… on GPUs       bf16, rounded once, because gate, up and down differ"),
             "{text}"
         );
-        // Matrices [160, 96] take 192 × 128 elements of half a byte, 256 × 128 bytes as FP8.
+        // Matrices [160, 96] take 192 × 128 elements of half a byte, 256 × 128 for products in FP8.
         let (size, text) = of("gpt_oss-mxfp4-odd");
         let mxfp4 = (2 * 192 / 16 + 128 / 16 * 2) * (1024 + 64) + 2 * (2 * 192 + 128) * 4;
-        let fp8 = (2 * 256 / 16 + 128 / 16 * 2) * (2048 + 64) + 2 * (2 * 256 + 128) * 4;
+        let fp8 = (2 * 256 / 16 + 128 / 16 * 2) * (1024 + 64) + 2 * (2 * 256 + 128) * 4;
         let (experts, gates) = (3 * 9, 3 * 9 * 96 * 2);
         assert_eq!(size, experts * mxfp4 + gates);
-        let format = "MXFP4, as stored; products in bf16; with --mxfp4-compute fp8: FP8, re-encoded from MXFP4; products in FP8";
+        let format =
+            "MXFP4, as stored; products in bf16; with --mxfp4-compute fp8: MXFP4, as stored; products in FP8";
         assert!(text.contains(format), "{text}");
         let in_fp8 = format!("{} with --mxfp4-compute fp8", bytes(experts * fp8 + gates));
         assert!(text.contains(&in_fp8), "{text}");

@@ -104,9 +104,8 @@ pub(crate) struct Group {
 
 impl MemoryRates {
     /// Least number of rows of a step for which copies of all experts of CPU ranks take less time than the products of `cores` cores, if
-    /// rows choose experts evenly; `usize::MAX` if GPUs cannot copy the experts of any layer. More experts on CPU ranks make both longer
-    /// alike.
-    pub(crate) fn stream_rows(&self, spec: &ModelSpec, products: Fp8Products, cores: usize) -> usize {
+    /// rows choose experts evenly; `usize::MAX` without layers. More experts on CPU ranks make both longer alike.
+    pub(crate) fn stream_rows(&self, spec: &ModelSpec, cores: usize) -> usize {
         let of_layer = |moe: &MoeLayer| {
             let experts = &moe.experts;
             let bytes = gpu::Stored::routed(experts).bytes_on_cpu(spec.hidden, experts.width);
@@ -115,9 +114,7 @@ impl MemoryRates {
             let of_row = operations / (cores.max(1) as f64 * self.core_gflops * 1e9);
             (copy / of_row * experts.count as f64 / moe.gate.top_k as f64).ceil() as usize
         };
-        let copied =
-            spec.moe_layers().filter(|(_, moe)| gpu::Stored::routed(&moe.experts).is_copied(products));
-        copied.map(|(_, moe)| of_layer(moe)).max().unwrap_or(usize::MAX)
+        spec.moe_layers().map(|(_, moe)| of_layer(moe)).max().unwrap_or(usize::MAX)
     }
 }
 
@@ -333,22 +330,21 @@ mod tests {
     }
 
     #[test]
-    fn more_cores_move_the_break_even_and_some_formats_have_none() {
+    fn more_cores_and_narrow_formats_move_the_break_even() {
         use expertd_model::Checkpoint;
         use expertd_model::synth::{self, SynthConfig, SynthFormat};
-        let rows = |format, cores, products| {
+        let rows = |format, cores| {
             let folder = tempfile::tempdir().unwrap();
             let sizes = SynthConfig { experts: 128, top_k: 8, format, ..SynthConfig::new("qwen3_moe") };
             synth::write(&sizes, folder.path()).unwrap();
             let spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
-            MemoryRates::default().stream_rows(&spec, products, cores)
+            MemoryRates::default().stream_rows(&spec, cores)
         };
         // 16 experts for each choice, two bytes for six operations, 14 × 59 / 55.
-        assert_eq!(rows(SynthFormat::Bf16, 14, Fp8Products::NONE), 241);
-        assert_eq!(rows(SynthFormat::Bf16, 28, Fp8Products::NONE), 481);
+        assert_eq!(rows(SynthFormat::Bf16, 14), 241);
+        assert_eq!(rows(SynthFormat::Bf16, 28), 481);
         // 9 of 32 bytes: four bits and an f16 scale of 32 columns for each element.
-        assert_eq!(rows(SynthFormat::Int4, 14, Fp8Products::NONE), 68);
-        assert_eq!(rows(SynthFormat::Mxfp4, 14, Fp8Products::OF_FP8), 68);
-        assert_eq!(rows(SynthFormat::Mxfp4, 14, Fp8Products::OF_MXFP4), usize::MAX);
+        assert_eq!(rows(SynthFormat::Int4, 14), 68);
+        assert_eq!(rows(SynthFormat::Mxfp4, 14), 68);
     }
 }

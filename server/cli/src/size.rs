@@ -65,7 +65,7 @@ pub struct SizeArgs {
     /// With --device cuda,cpu: rates by which the time of steps is predicted, as in `serve`
     #[arg(long, default_value_t = MemoryRates::default(), value_name = "RATES")]
     pub memory_rates: MemoryRates,
-    /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 these take twice the memory
+    /// How GPU ranks multiply MXFP4 weights, as in `serve`; with fp8 their width is padded to a multiple of 128
     #[arg(long, value_enum, default_value_t = Fp8Compute::Bf16)]
     pub mxfp4_compute: Fp8Compute,
     /// Layers that the service holds, as in `serve --layers`
@@ -219,7 +219,7 @@ fn steps(spec: &ModelSpec, args: &SizeArgs) -> Result<Option<String>, String> {
     let group = predict::Group {
         rates: args.memory_rates,
         cores: cores as usize,
-        stream_rows: args.memory_rates.stream_rows(spec, products(args), cores as usize),
+        stream_rows: args.memory_rates.stream_rows(spec, cores as usize),
         uploads: 0,
     };
     let on_gpu = |layer, moe: &MoeLayer| share.layer(layer, moe).experts_of(Rank(0)).len();

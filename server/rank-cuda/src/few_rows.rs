@@ -45,6 +45,7 @@ impl DeviceFormat {
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
             DeviceFormat::Mxfp8 => (0.5, 8e5),
             DeviceFormat::W8a8 => (0.5, 1e6),
+            DeviceFormat::W4a8 => return false, // has no such kernel
         };
         load.rows() <= rows && load.bytes() <= bytes
     }
@@ -96,6 +97,7 @@ mod tests {
             (DeviceFormat::W8a8, QWEN3, 4, &[1, 2], &[8, 16, 32]),
             (DeviceFormat::W8a8, QWEN3, 1, &[1], &[8]),
             (DeviceFormat::W8a8, DEEPSEEK, 4, &[], &[1, 8]),
+            (DeviceFormat::W4a8, GPT_OSS, 1, &[], &[1, 8]),
         ];
         for (format, model, ranks, few, many) in cases {
             for (tokens, expected) in

@@ -33,8 +33,10 @@ pub enum DeviceFormat {
     Bf16,
     /// FP8 e4m3 with multipliers, widened to bf16 for products with rows in bf16.
     Fp8,
-    /// FP8 e4m3 with multipliers, for products with rows in FP8. For FP8 weights, and for MXFP4 weights, which are re-encoded.
+    /// FP8 e4m3 with multipliers, for products with rows in FP8.
     W8a8,
+    /// MXFP4, widened to FP8 e4m3 for products with rows in FP8.
+    W4a8,
     /// MXFP4, widened to bf16 for products with rows in bf16.
     Mxfp4,
     /// INT4 with zero point 8 and f16 scales for 32 columns, widened to bf16 for products with rows in bf16.
@@ -91,7 +93,7 @@ impl Stored {
             }
             WeightFormat::Mxfp4 => {
                 if products.of_mxfp4 {
-                    DeviceFormat::W8a8
+                    DeviceFormat::W4a8
                 } else {
                     DeviceFormat::Mxfp4
                 }
@@ -145,13 +147,6 @@ impl Stored {
         bytes(2 * inter, hidden) + bytes(hidden, inter)
     }
 
-    /// Whether a GPU of a mixed group can copy these weights from CPU ranks: a kernel rewrites what they hold.
-    #[must_use]
-    pub fn is_copied(self, products: Fp8Products) -> bool {
-        // CPU ranks hold the codes as stored, and no kernel re-encodes them.
-        !(self.format == WeightFormat::Mxfp4 && self.on_device(products) == DeviceFormat::W8a8)
-    }
-
     /// The format of these weights on GPU ranks, for people: what it is, and why.
     #[must_use]
     pub fn explain(self, products: Fp8Products) -> String {
@@ -181,9 +176,7 @@ impl Stored {
             (format @ (WeightFormat::Nvfp4 | WeightFormat::Mxfp8), _) => {
                 format!("{}, as stored; products in bf16", format.to_string().to_uppercase())
             }
-            (WeightFormat::Mxfp4, DeviceFormat::W8a8) => {
-                "FP8, re-encoded from MXFP4; products in FP8".to_owned()
-            }
+            (_, DeviceFormat::W4a8) => "MXFP4, as stored; products in FP8".to_owned(),
             (_, DeviceFormat::W8a8) => "FP8, as stored; products in FP8".to_owned(),
             (_, DeviceFormat::Mxfp4) => "MXFP4, as stored; products in bf16".to_owned(),
             (_, _) => "FP8, as stored; products in bf16".to_owned(),
@@ -197,20 +190,25 @@ impl DeviceFormat {
     pub(crate) const fn accepts(self, stored: WeightFormat) -> bool {
         match self {
             DeviceFormat::Bf16 => true,
-            DeviceFormat::Fp8 => matches!(stored, WeightFormat::Fp8E4m3),
-            DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3 | WeightFormat::Mxfp4),
-            DeviceFormat::Mxfp4 => matches!(stored, WeightFormat::Mxfp4),
+            DeviceFormat::Fp8 | DeviceFormat::W8a8 => matches!(stored, WeightFormat::Fp8E4m3),
+            DeviceFormat::Mxfp4 | DeviceFormat::W4a8 => matches!(stored, WeightFormat::Mxfp4),
             DeviceFormat::Int4 | DeviceFormat::Int4Zeros => matches!(stored, WeightFormat::Int4),
             DeviceFormat::Nvfp4 => matches!(stored, WeightFormat::Nvfp4),
             DeviceFormat::Mxfp8 => matches!(stored, WeightFormat::Mxfp8),
         }
     }
 
+    /// Whether weights are multiplied with rows in FP8.
+    #[must_use]
+    pub const fn has_fp8_rows(self) -> bool {
+        matches!(self, DeviceFormat::W8a8 | DeviceFormat::W4a8)
+    }
+
     /// Rounds an intermediate size up to the next one that the kernel supports.
     #[must_use]
     pub const fn padded_inter(self, inter: usize) -> usize {
         match self {
-            DeviceFormat::W8a8 => inter.next_multiple_of(FP8_COLS),
+            DeviceFormat::W8a8 | DeviceFormat::W4a8 => inter.next_multiple_of(FP8_COLS),
             _ => padded(inter),
         }
     }
@@ -226,7 +224,7 @@ impl DeviceFormat {
         let (code_bits, scale_bytes) = match self {
             DeviceFormat::Bf16 => return rows * cols * 2,
             DeviceFormat::Fp8 | DeviceFormat::W8a8 => (8, UNIT_ROWS * 4),
-            DeviceFormat::Mxfp4 => (4, UNIT_ROWS * UNIT_COLS / MX_COLS),
+            DeviceFormat::Mxfp4 | DeviceFormat::W4a8 => (4, UNIT_ROWS * UNIT_COLS / MX_COLS),
             DeviceFormat::Mxfp8 => (8, UNIT_ROWS * UNIT_COLS / MX_COLS),
             DeviceFormat::Nvfp4 => (4, UNIT_ROWS * UNIT_COLS / NVFP4_COLS),
             DeviceFormat::Int4 => (4, UNIT_ROWS * UNIT_COLS / INT4_COLS * 2),
@@ -334,13 +332,13 @@ mod tests {
     }
 
     #[test]
-    fn mxfp4_becomes_fp8_only_on_request() {
+    fn mxfp4_is_multiplied_in_fp8_only_on_request() {
         use WeightFormat::{Bf16, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
         let of = |format| Stored { format, scale_cols: None, zero_points: false, is_mixed: false };
         let of_mxfp4 = Fp8Products::OF_MXFP4;
-        assert_eq!(of(Mxfp4).on_device(of_mxfp4), DeviceFormat::W8a8);
-        assert_eq!(of(Mxfp4).on_device(Fp8Products::OF_BOTH), DeviceFormat::W8a8);
-        assert_eq!(of(Mxfp4).explain(of_mxfp4), "FP8, re-encoded from MXFP4; products in FP8");
+        assert_eq!(of(Mxfp4).on_device(of_mxfp4), DeviceFormat::W4a8);
+        assert_eq!(of(Mxfp4).on_device(Fp8Products::OF_BOTH), DeviceFormat::W4a8);
+        assert_eq!(of(Mxfp4).explain(of_mxfp4), "MXFP4, as stored; products in FP8");
         assert_eq!(of(Mxfp4).explain(Fp8Products::OF_FP8), "MXFP4, as stored; products in bf16");
         for format in [Bf16, Fp8E4m3, Int4, Mxfp8, Nvfp4] {
             let none = of(format).on_device(Fp8Products::NONE);
@@ -389,6 +387,7 @@ mod tests {
         assert_eq!(DeviceFormat::Fp8.expert_bytes(250, 100, true), fp8 + factors);
         assert_eq!(DeviceFormat::Bf16.expert_bytes(256, 128, false), 3 * 256 * 128 * 2);
         assert_eq!(DeviceFormat::Mxfp4.expert_bytes(256, 128, false), units * (1024 + 64) + factors);
+        assert_eq!(DeviceFormat::W4a8.expert_bytes(250, 100, false), units * (1024 + 64) + factors);
         assert_eq!(DeviceFormat::Int4.expert_bytes(256, 128, false), units * (1024 + 128) + factors);
         assert_eq!(
             DeviceFormat::Int4Zeros.expert_bytes(256, 128, false),
@@ -402,9 +401,9 @@ mod tests {
     #[cfg(feature = "cuda")]
     #[test]
     fn sizes_are_those_of_the_kernels() {
-        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W8a8};
+        use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W4a8, W8a8};
         use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, matrix_bytes};
-        for format in [Bf16, Fp8, W8a8, Mxfp4, Int4, Int4Zeros, Nvfp4, Mxfp8] {
+        for format in [Bf16, Fp8, W8a8, W4a8, Mxfp4, Int4, Int4Zeros, Nvfp4, Mxfp8] {
             for (hidden, inter) in [(64, 128), (192, 256), (2048, 768), (2880 - 64, 2880 - 64)] {
                 let kernels = [PACK_GATE_UP, PACK_DOWN]
                     .map(|kind| matrix_bytes(format.code(), kind, hidden, inter) as usize);

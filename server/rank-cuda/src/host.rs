@@ -5,7 +5,7 @@ use std::path::Path;
 use expertd_kernels::layout::{Shape, WindowLayout};
 use expertd_kernels::params::MAX_EXPERTS;
 
-use crate::format::{DeviceFormat, Stored};
+use crate::format::Stored;
 use crate::gpus::is_shared;
 use expertd_ipc::GroupShape;
 use expertd_model::{ModelSpec, MoeLayer};
@@ -163,7 +163,7 @@ pub fn check_portable(spec: &ModelSpec, products: Fp8Products) -> Result<(), Str
     for (layer, moe) in spec.moe_layers() {
         let shared = moe.shared.as_ref().map(Stored::shared);
         for stored in [Some(Stored::routed(&moe.experts)), shared].into_iter().flatten() {
-            if stored.on_device(products) == DeviceFormat::W8a8 {
+            if stored.on_device(products).has_fp8_rows() {
                 return Err(format!(
                     "the experts of layer {layer} would be held as: {}; the portable kernels multiply in bf16; \
                      use --fp8-compute bf16 and --mxfp4-compute bf16",

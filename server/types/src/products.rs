@@ -29,7 +29,7 @@ impl std::fmt::Display for Fp8Compute {
 pub struct Fp8Products {
     /// Experts that are stored in FP8.
     pub of_fp8: bool,
-    /// Experts that are stored in MXFP4. GPU ranks hold their weights as FP8.
+    /// Experts that are stored in MXFP4.
     pub of_mxfp4: bool,
 }
 

@@ -4,6 +4,7 @@ use expertd_compute::experts::reference::quantised;
 use expertd_kernels::experts;
 use half::bf16;
 
+use super::is_fp8;
 use super::stored::{Stored, code_range, group_scales};
 use crate::random::Random;
 
@@ -68,7 +69,7 @@ impl Case {
     /// The outputs, and for each the sum of the sizes of its terms.
     pub fn reference(&self, expert: &Expert, x: &[f64], weight: f32) -> (Vec<f64>, Vec<f64>) {
         let (_, on_output) = self.weights(weight);
-        let fp8 = self.format == experts::W8A8;
+        let fp8 = is_fp8(self.format);
         let rows = if fp8 { quantised(x, false) } else { x.to_vec() };
         let h: Vec<f64> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight).0).collect();
         let h = if fp8 {

@@ -7,6 +7,7 @@ pub mod paths;
 pub mod rows;
 pub mod sizes;
 mod stored;
+mod w4a8;
 pub mod word;
 
 use expertd_kernels::device::Device;
@@ -29,10 +30,15 @@ const TOLERANCE_INT4: f64 = 7e-3;
 
 fn tolerance(format: i32) -> f64 {
     match format {
-        experts::W8A8 => TOLERANCE_FP8,
+        _ if is_fp8(format) => TOLERANCE_FP8,
         _ if is_int4(format) => TOLERANCE_INT4,
         _ => TOLERANCE,
     }
+}
+
+/// Whether rows and h are quantised to FP8.
+fn is_fp8(format: i32) -> bool {
+    matches!(format, experts::W8A8 | experts::W4A8)
 }
 
 fn is_int4(format: i32) -> bool {
@@ -86,7 +92,7 @@ fn expected_of(case: &Case, all: &[Expert], step: &Step, assignments: &[usize]) 
         let (x, weight) = (step.row(assignment, case.hidden), step.weights[assignment]);
         let (y, _) = case.reference(&all[expert], &x, weight);
         let rounded = rounded.get(expert).map(|expert| case.reference(expert, &x, weight).0);
-        let fp8 = case.format == experts::W8A8;
+        let fp8 = is_fp8(case.format);
         let undecided = if fp8 { case.undecided(&all[expert], &x, weight) } else { Vec::new() };
         Expected { expert, y, rounded, undecided }
     };
@@ -158,6 +164,11 @@ fn relative_error(wanted: &[f64], undecided: &[Vec<f64>], found: &[bf16]) -> Res
     Ok(if norm == 0.0 { error } else { (error / norm).sqrt() })
 }
 
+/// The kernels of a format with the tiles that the device chooses.
+fn kernels(format: i32) -> &'static [[i32; 2]] {
+    if format == experts::W4A8 { &[[0, 0]] } else { &[[0, 0], FEW_ROWS] }
+}
+
 /// Every tile shape of the format, `[tile_rows, tile_tokens]`, and the kernel for few rows.
 fn shapes(case: &Case) -> Vec<[i32; 2]> {
     if KernelPath::chosen() == KernelPath::Portable {
@@ -169,6 +180,9 @@ fn shapes(case: &Case) -> Vec<[i32; 2]> {
         if case.block_scales {
             shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
         }
+    }
+    if case.format == experts::W4A8 {
+        return vec![[0, 0], [0, 32], [0, 64], [experts::TILE_TALL, 128]];
     }
     if case.format == experts::BF16 {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);
@@ -324,18 +338,17 @@ type Begun = (Device, Random, Vec<i32>);
 fn begin(options: &Options) -> Result<Begun, Box<dyn std::error::Error>> {
     let device = Device::open(0)?;
     experts::setup()?;
-    let chosen = (experts::BF16..=experts::MXFP8)
+    let chosen = (experts::BF16..=experts::W4A8)
         .filter(|&format| options.number("format", format as u64) == format as u64);
     // The portable kernels have no products of FP8.
-    let chosen =
-        chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || format != experts::W8A8);
+    let chosen = chosen.filter(|&format| KernelPath::chosen() == KernelPath::Hopper || !is_fp8(format));
     Ok((device, Random(options.number("seed", 31)), chosen.collect()))
 }
 
 pub fn check(options: &Options) -> Outcome {
     let (device, mut random, formats) = begin(options)?;
     let plain = PLAIN;
-    for format in formats.iter().copied().filter(|&format| format != experts::W8A8) {
+    for format in formats.iter().copied().filter(|&format| !is_fp8(format)) {
         ragged(&device, &mut random, &Case { format, ..plain })?;
         // An odd number of panels in both, more rows than a tile, biases.
         let other =
@@ -351,26 +364,32 @@ pub fn check(options: &Options) -> Outcome {
         };
         ragged(&device, &mut random, &clamped)?;
     }
-    let is_special = |format: &i32| ![experts::BF16, experts::W8A8].contains(format);
+    let is_special = |&format: &i32| format != experts::BF16 && !is_fp8(format);
     for format in formats.iter().copied().filter(is_special) {
         specials(&device, &mut random, &Case { format, hidden: 128, inter: 256, ..plain })?;
+    }
+    for format in formats.iter().copied().filter(|&format| is_fp8(format)) {
+        // Intermediate sizes are multiples of 128 there; hidden sizes need not be.
+        let fp8 = Case { format, hidden: 192, inter: 128, ..plain };
+        ragged(&device, &mut random, &fp8)?;
+        ragged(
+            &device,
+            &mut random,
+            &Case { hidden: 320, inter: 384, activation: experts::SWIGLU_OAI, biases: true, ..fp8 },
+        )?;
+        ragged(
+            &device,
+            &mut random,
+            &Case { hidden: 256, activation: experts::SWIGLU_CLAMPED, weight_on_input: true, ..fp8 },
+        )?;
+    }
+    if formats.contains(&experts::W4A8) {
+        w4a8::codes(&device, &mut random)?;
     }
     if !formats.contains(&experts::W8A8) {
         return Ok(());
     }
-    // Intermediate sizes are multiples of 128 there; hidden sizes need not be.
-    let fp8 = Case { format: experts::W8A8, hidden: 192, inter: 128, ..plain };
-    ragged(&device, &mut random, &fp8)?;
-    ragged(
-        &device,
-        &mut random,
-        &Case { hidden: 320, inter: 384, activation: experts::SWIGLU_OAI, biases: true, ..fp8 },
-    )?;
-    ragged(
-        &device,
-        &mut random,
-        &Case { hidden: 256, activation: experts::SWIGLU_CLAMPED, weight_on_input: true, ..fp8 },
-    )?;
+    let fp8 = Case { format: experts::W8A8, inter: 128, ..plain };
     let blocks = Case { block_scales: true, hidden: 320, inter: 256, ..fp8 };
     ragged(&device, &mut random, &blocks)?;
     ragged(&device, &mut random, &Case { activation: experts::SWIGLU_OAI, biases: true, ..blocks })?;

@@ -5,16 +5,13 @@ use expertd_kernels::device::Device;
 use expertd_kernels::experts;
 use half::bf16;
 
-use super::launch::{FEW_ROWS, Step, load};
+use super::launch::{Step, load};
 use super::mlp::{Case, Expert};
-use super::{PLAIN, begin, compare, compare_row, expected, expected_of, in_parallel, tolerance};
+use super::{PLAIN, begin, compare, compare_row, expected, expected_of, in_parallel, kernels, tolerance};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
-/// Both kernels, with the tiles that the device chooses.
-const KERNELS: [[i32; 2]; 2] = [[0, 0], FEW_ROWS];
-
-/// Runs both kernels, compares some assignments with the reference, and checks that every element was written.
+/// Runs all kernels, compares some assignments with the reference, and checks that every element was written.
 fn sampled(
     device: &Device,
     case: &Case,
@@ -25,7 +22,7 @@ fn sampled(
     let loaded = load(device, case, all)?;
     let wanted = expected_of(case, all, step, sample);
     let mut worst = 0.0_f64;
-    for tiles in KERNELS {
+    for &tiles in kernels(case.format) {
         let y = step.run(device, case, &loaded, tiles)?;
         let of = |at: usize| compare_row(sample[at], &wanted[at], &y, tolerance(case.format));
         let (good, bad): (Vec<_>, Vec<_>) =
@@ -51,9 +48,10 @@ pub fn full(options: &Options) -> Outcome {
         let (model, hidden, inter) = match format {
             experts::BF16 => ("Qwen3-30B", 2048, 768),
             experts::MXFP4 => ("gpt-oss-120b", 2880, 2880),
+            experts::W4A8 => ("gpt-oss-120b", 2880, 2944), // as loaders pad it
             _ => ("DeepSeek-V3", 7168, 2048),
         };
-        let oai = format == experts::MXFP4;
+        let oai = matches!(format, experts::MXFP4 | experts::W4A8);
         let activation = if oai { experts::SWIGLU_OAI } else { experts::SWIGLU };
         let block_scales = format == experts::W8A8;
         let case = Case { format, hidden, inter, activation, biases: oai, block_scales, ..PLAIN };
@@ -112,7 +110,7 @@ pub fn skew(options: &Options) -> Outcome {
         let step = Step::draw(&mut random, case.hidden, &counts);
         let (loaded, wanted) = (load(&device, &case, &all)?, expected(&case, &all, &step));
         let mut worst = 0.0_f64;
-        for tiles in KERNELS {
+        for &tiles in kernels(format) {
             let y = step.run(&device, &case, &loaded, tiles)?;
             worst = worst.max(
                 compare(&wanted, &y, tolerance(format))

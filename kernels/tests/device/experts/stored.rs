@@ -1,5 +1,7 @@
 //! Matrices as checkpoints store them, and what their elements are worth by the formats' definitions.
 
+use std::sync::OnceLock;
+
 use expertd_compute::experts::reference;
 use expertd_kernels::experts;
 use half::{bf16, f16};
@@ -24,6 +26,8 @@ pub struct Stored {
     pub format: i32,
     /// FP8 and INT4: elements are rounded to bf16 before the row's scale.
     rounded: bool,
+    /// W4A8: the exponent that counts as each row's largest, found when a value is first asked for.
+    tops: OnceLock<Vec<i32>>,
 }
 
 fn e4m3(code: u8) -> f64 {
@@ -70,6 +74,7 @@ impl Stored {
             row_scales: vec![1.0; rows],
             format,
             rounded: false,
+            tops: OnceLock::new(),
         };
         match format {
             experts::BF16 => {
@@ -142,6 +147,7 @@ impl Stored {
                 e4m3(self.codes[at]) * f64::from(self.multipliers[row * self.k.div_ceil(128) + col / 128]),
             ),
             experts::MXFP8 => e4m3(self.codes[at]) * self.power_of_two(row, col),
+            experts::W4A8 => self.in_e4m3(row, col),
             experts::NVFP4 => {
                 let scale =
                     self.exponents[row * (self.k / experts::NVFP4_GROUP) + col / experts::NVFP4_GROUP];
@@ -167,6 +173,25 @@ impl Stored {
     fn power_of_two(&self, row: usize, col: usize) -> f64 {
         let exponent = self.exponents[row * (self.k / 32) + col / 32];
         if exponent == 255 { f64::NAN } else { 2f64.powi(i32::from(exponent) - 127) }
+    }
+
+    /// W4A8: an element as docs/models.md defines it ("MXFP4 with rows in FP8").
+    fn in_e4m3(&self, row: usize, col: usize) -> f64 {
+        let top =
+            self.tops.get_or_init(|| (0..self.row_scales.len()).map(|row| self.top(row)).collect())[row];
+        let at = row * self.k + col;
+        let unit = 2f64.powi(top - 127 - 6);
+        let value = e2m1(self.codes[at / 2] >> (at % 2 * 4) & 15) * self.power_of_two(row, col) / unit;
+        if top == 255 || value.is_nan() { f64::NAN } else { reference::code(value, 1.0) * unit }
+    }
+
+    fn top(&self, row: usize) -> i32 {
+        let of = |block: usize| {
+            let bytes = &self.codes[(row * self.k + block * 32) / 2..][..16];
+            let exponent = self.exponents[row * (self.k / 32) + block];
+            if exponent == 255 || bytes.iter().any(|byte| byte & 0x77 != 0) { exponent } else { 0 }
+        };
+        i32::from((0..self.k / 32).map(of).max().unwrap_or(0)).max(7)
     }
 
     pub fn dot(&self, row: usize, x: &[f64]) -> f64 {

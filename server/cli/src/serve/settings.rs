@@ -220,7 +220,7 @@ settings! {
     /// (on CPUs to f32), which is more exact [default: fp8 on GPUs with kernels for Hopper, else bf16]
     fp8_compute: Fp8Compute = None, env "EXPERTD_FP8_COMPUTE", in "Model and weights";
     /// How ranks multiply MXFP4 weights: bf16 widens them (on CPUs to f32); fp8 quantises the rows to FP8, which is less exact, and
-    /// GPUs then hold the weights as FP8, in twice the memory, which is faster from some hundred rows per rank on [default: bf16]
+    /// on GPUs faster from some hundred rows per rank on [default: bf16]
     mxfp4_compute: Fp8Compute = None, env "EXPERTD_MXFP4_COMPUTE", in "Model and weights";
     /// Addresses of the public API, comma-separated: HOST:PORT or unix:PATH; port 0 picks a free one [default: 127.0.0.1:50051]
     listen: String = Some("127.0.0.1:50051".into()), env "EXPERTD_LISTEN", in "Listeners";

@@ -95,11 +95,11 @@ fn copies_of_experts_are_counted() {
 }
 
 #[test]
-fn mxfp4_held_as_fp8_takes_twice_the_memory_of_gpus() {
+fn mxfp4_multiplied_in_fp8_takes_the_memory_of_a_wider_multiple() {
     use expertd_model::synth::SynthFormat;
     let dir = tempfile::tempdir().unwrap();
     let config =
-        SynthConfig { hidden: 256, width: 256, format: SynthFormat::Mxfp4, ..SynthConfig::new("gpt_oss") };
+        SynthConfig { hidden: 256, width: 192, format: SynthFormat::Mxfp4, ..SynthConfig::new("gpt_oss") };
     synth::write(&config, dir.path()).unwrap();
     let checkpoint = Checkpoint::open_layers(dir.path(), LayerChoice::All).unwrap();
     let weights = |more: &[&str]| {
@@ -107,7 +107,7 @@ fn mxfp4_held_as_fp8_takes_twice_the_memory_of_gpus() {
         MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
     };
     let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
-    assert!(fp8 > widened * 18 / 10 && fp8 < 2 * widened, "{widened} {fp8}");
+    assert!(fp8 > widened * 12 / 10 && fp8 < widened * 14 / 10, "{widened} {fp8}");
     assert_eq!(weights(&["bf16"]), weights(&["fp8"]));
 }
 

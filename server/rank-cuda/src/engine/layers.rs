@@ -141,7 +141,7 @@ pub(super) fn any_fp8_products(spec: &ModelSpec, products: Fp8Products) -> bool 
         [Some(Stored::routed(&moe.experts)), shared]
             .into_iter()
             .flatten()
-            .any(|stored| stored.on_device(products) == DeviceFormat::W8a8)
+            .any(|stored| stored.on_device(products).has_fp8_rows())
     };
     spec.moe_layers().any(|(_, moe)| of(moe))
 }

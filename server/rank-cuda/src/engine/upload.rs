@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "copies weights to device memory")]
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use expertd_kernels::device::{Device, DeviceError, write_device};
@@ -12,8 +12,8 @@ use half::bf16;
 
 use super::layers::{Layer, widest};
 use super::weights_error::WeightsError;
-use crate::experts::{CudaExperts, DeviceFormat, Filled, PackOn, Uploader, bf16_parts, padded, upload_bytes};
-use expertd_model::{Checkpoint, GateTensors, ReadBuffer, ReadBytes, WeightFormat};
+use crate::experts::{CudaExperts, Filled, PackOn, Uploader, bf16_parts, padded, upload_bytes};
+use expertd_model::{Checkpoint, GateTensors, ReadBuffer, ReadBytes};
 use expertd_rank::Progress;
 use expertd_rank::share::{ExpertShare, LoadProgress, ReadBuffers, weights};
 use expertd_types::{ExpertId, LayerId};
@@ -55,7 +55,7 @@ impl Upload<'_> {
         let jobs = jobs(layers);
         // `[layers][routed, shared]`: whether an expert without block scales was found.
         let by_row: Vec<[AtomicBool; 2]> = layers.iter().map(|_| Default::default()).collect();
-        let (next, has_failed, rounded) = (AtomicUsize::new(0), AtomicBool::new(false), AtomicU64::new(0));
+        let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let buffers = ReadBuffers::new(self.checkpoint);
         let lane = || {
             self.device.bind()?;
@@ -66,7 +66,6 @@ impl Upload<'_> {
                 && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
             {
                 let filled = self.upload(&mut uploader, &mut buffer, job)?;
-                rounded.fetch_add(filled.rounded, Ordering::Relaxed);
                 if !filled.block_scales {
                     by_row[job.layer][usize::from(job.expert.is_none())].store(true, Ordering::Relaxed);
                 }
@@ -102,7 +101,6 @@ impl Upload<'_> {
                 }
             }
         }
-        report_reencoded(layers, rounded.into_inner());
         Ok(buffers.total())
     }
 
@@ -132,7 +130,7 @@ impl Upload<'_> {
                 Some(tensors) => {
                     uploader.load(&job.experts, job.place, &weights(&tensors.mlp)).map_err(failed)
                 }
-                None => Ok(Filled { block_scales: true, rounded: 0 }),
+                None => Ok(Filled { block_scales: true }),
             },
         }
     }
@@ -151,31 +149,6 @@ impl Upload<'_> {
         let (weight, low) = self.pool.install(|| bf16_parts(&tensors.weight, padded(hidden)));
         upload_gate(&layer.gate, &tensors, &weight, low.as_deref())?;
         Ok(())
-    }
-}
-
-/// Logs how many layers hold MXFP4 weights as FP8, and what that took from them.
-fn report_reencoded(layers: &[Option<Layer>], rounded_weights: u64) {
-    let of = |experts: &CudaExperts, stored| {
-        experts.format() == DeviceFormat::W8a8 && stored == WeightFormat::Mxfp4
-    };
-    let reencoded = layers.iter().flatten().flat_map(|layer| {
-        let routed = layer.experts.as_ref().map(|experts| (experts, layer.spec.experts.format));
-        let shared = layer.shared.as_ref().zip(layer.spec.shared.as_ref());
-        let shared = shared.map(|(shared, spec)| (&shared.experts, spec.format));
-        routed.into_iter().chain(shared).filter(|&(experts, stored)| of(experts, stored))
-    });
-    let has_block_scales: Vec<bool> = reencoded.map(|(experts, _)| experts.has_block_scales()).collect();
-    let (layers, by_tile) = (has_block_scales.len(), has_block_scales.iter().filter(|has| **has).count());
-    if rounded_weights > 0 {
-        tracing::warn!(
-            rounded_weights,
-            layers,
-            by_tile,
-            "MXFP4 weights are held as FP8, which rounded some of them"
-        );
-    } else if layers > 0 {
-        tracing::info!(layers, by_tile, "MXFP4 weights are held as FP8, without loss");
     }
 }
 

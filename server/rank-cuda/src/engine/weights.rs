@@ -23,7 +23,7 @@ use expertd_rank::{PackedShare, Progress, SetupClock};
 use expertd_types::{ExpertPlacement, Fp8Products, LayerId, Rank, WeightFingerprint};
 
 /// Changes with every change of the places of weights or of their formats.
-const LAYOUT: u32 = 6;
+const LAYOUT: u32 = 7;
 /// Device memory that a loader leaves to buffers of steps, graphs and the driver, for each rank on the GPU, in bytes.
 const RESERVE: u64 = 1 << 30;
 /// Largest number of threads that copy weights from the page cache to pinned memory.

@@ -24,7 +24,8 @@ pub(crate) fn rewriting(form: &PackedForm, format: DeviceFormat) -> Option<Repac
         (WeightFormat::Fp8E4m3, DeviceFormat::Fp8 | DeviceFormat::W8a8) => {
             (form.scale_blocks * MX_COLS).is_multiple_of(FP8_COLS) || form.scale_blocks * MX_COLS >= form.k
         }
-        (WeightFormat::Mxfp4, DeviceFormat::Mxfp4) | (WeightFormat::Mxfp8, DeviceFormat::Mxfp8) => true,
+        (WeightFormat::Mxfp4, DeviceFormat::Mxfp4 | DeviceFormat::W4a8)
+        | (WeightFormat::Mxfp8, DeviceFormat::Mxfp8) => true,
         (WeightFormat::Nvfp4, DeviceFormat::Nvfp4) => from_groups(NVFP4_COLS, Some(PackedScale::F16)),
         (WeightFormat::Int4, DeviceFormat::Int4Zeros) => from_groups(INT4_COLS, None),
         (WeightFormat::Int4, DeviceFormat::Int4) => {

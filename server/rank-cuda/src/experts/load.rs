@@ -135,7 +135,7 @@ impl<'a> Uploader<'a> {
         match experts.format {
             DeviceFormat::Bf16 => {
                 buffer.load_bf16(self.pool, experts, index, weights)?;
-                Ok(Filled { block_scales: true, rounded: 0 })
+                Ok(Filled { block_scales: true })
             }
             _ => buffer.load_narrow(self.pool, experts, index, weights),
         }

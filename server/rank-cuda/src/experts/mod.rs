@@ -2,8 +2,8 @@
 //!
 //! Sizes that the kernel does not support are padded with zeros, which changes no result: a padded intermediate feature is
 //! `activation(0, 0) = 0`, and a padded hidden feature is multiplied with zeros only. Weights in f32 and f16 are rounded to
-//! bf16 (to nearest, ties to even). Codes of other formats are kept for products in bf16; for products in FP8, FP8 codes have another
-//! layout, and MXFP4 codes become FP8 codes. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
+//! bf16 (to nearest, ties to even). Codes of other formats are kept for products in bf16; for products in FP8 they have another
+//! layout. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
 
 mod cpu_panels;
 mod grouped;
@@ -30,7 +30,7 @@ pub(crate) use repack_tests::bytes_on_cpu;
 pub use space::WeightSpace;
 
 use expertd_kernels::device::{Buffer, Device, DeviceError};
-use expertd_kernels::experts::{BF16, FP8, INT4, INT4_ZEROS, LayerWeights, MXFP4, MXFP8, NVFP4, W8A8};
+use expertd_kernels::experts::{BF16, FP8, INT4, INT4_ZEROS, LayerWeights, MXFP4, MXFP8, NVFP4, W4A8, W8A8};
 
 use expertd_model::Activation;
 
@@ -46,6 +46,7 @@ impl DeviceFormat {
             DeviceFormat::Fp8 => FP8,
             DeviceFormat::Mxfp4 => MXFP4,
             DeviceFormat::W8a8 => W8A8,
+            DeviceFormat::W4a8 => W4A8,
             DeviceFormat::Int4 => INT4,
             DeviceFormat::Int4Zeros => INT4_ZEROS,
             DeviceFormat::Nvfp4 => NVFP4,

@@ -1,7 +1,6 @@
 //! The upload buffer of one expert that is not bf16: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes are copied unchanged, but MXFP4 becomes e4m3 codes for products in FP8; padding rows and columns are zero. Scales of FP8 become
-//! one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
+//! Codes are copied unchanged; padding rows and columns are zero. Scales of FP8 become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
@@ -10,7 +9,7 @@ use super::DeviceFormat;
 use super::int4::{fill_groups, fill_nibbles};
 use crate::format::{FP8_COLS, INT4_COLS, MX_COLS, NVFP4_COLS};
 use expertd_model::ExpertWeights;
-use expertd_model::{MatrixView, ScaleFormat, Scales, WeightFormat, mxfp4_as_fp8};
+use expertd_model::{MatrixView, ScaleFormat, Scales, WeightFormat};
 
 /// Rows that may share an FP8 multiplier on the device.
 const BLOCK_ROWS: usize = 128;
@@ -21,8 +20,6 @@ pub struct Filled {
     /// Whether all matrices have block scales where their format has scales
     /// ([`CudaExperts::has_block_scales`](super::CudaExperts::has_block_scales)).
     pub block_scales: bool,
-    /// Number of MXFP4 elements that were rounded because FP8 does not hold them.
-    pub rounded: u64,
 }
 
 /// Byte offsets of one expert's codes and scales in an upload buffer. All are multiples of 16.
@@ -77,19 +74,12 @@ impl ExpertLayout {
             (&weights.up, self.inter, self.hidden, up),
             (&weights.down, self.hidden, self.inter, outputs),
         ];
-        let mut filled = Filled { block_scales: true, rounded: 0 };
+        let mut filled = Filled { block_scales: true };
         for (i, (view, rows, cols, row_scales)) in matrices.into_iter().enumerate() {
             check(self.format, view)?;
             let codes = &mut codes[self.codes[i]..][..rows * row_bytes(self.format, cols)];
             let scales =
                 &mut scales[self.scales[i] - self.scales[0]..][..rows * scale_bytes(self.format, cols)];
-            if self.format == DeviceFormat::W8a8 && view.format == WeightFormat::Mxfp4 {
-                let found = mxfp4_as_fp8(view, cols, codes, bytemuck::cast_slice_mut(scales));
-                row_scales.fill(1.0);
-                filled.block_scales &= found.block_scales;
-                filled.rounded += found.rounded;
-                continue;
-            }
             if matches!(self.format, DeviceFormat::Int4 | DeviceFormat::Int4Zeros) {
                 let zeros =
                     &mut zeros[self.zeros[i] - self.zeros[0]..][..rows * zero_bytes(self.format, cols)];
@@ -100,7 +90,7 @@ impl ExpertLayout {
             fill_codes(view, cols, codes, self.format);
             filled.block_scales &= has_block_scales(view);
             match self.format {
-                DeviceFormat::Mxfp4 | DeviceFormat::Mxfp8 => {
+                DeviceFormat::Mxfp4 | DeviceFormat::W4a8 | DeviceFormat::Mxfp8 => {
                     fill_exponents(view, cols / MX_COLS, scales);
                     row_scales.fill(1.0);
                 }
@@ -151,7 +141,11 @@ impl ExpertLayout {
 /// Size of a row of codes, in bytes.
 fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
     match format {
-        DeviceFormat::Mxfp4 | DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 => cols / 2,
+        DeviceFormat::Mxfp4
+        | DeviceFormat::W4a8
+        | DeviceFormat::Int4
+        | DeviceFormat::Int4Zeros
+        | DeviceFormat::Nvfp4 => cols / 2,
         _ => cols,
     }
 }
@@ -159,7 +153,7 @@ fn row_bytes(format: DeviceFormat, cols: usize) -> usize {
 /// Size of a row's scales, in bytes.
 fn scale_bytes(format: DeviceFormat, cols: usize) -> usize {
     match format {
-        DeviceFormat::Mxfp4 | DeviceFormat::Mxfp8 => cols / MX_COLS,
+        DeviceFormat::Mxfp4 | DeviceFormat::W4a8 | DeviceFormat::Mxfp8 => cols / MX_COLS,
         DeviceFormat::Nvfp4 => cols / NVFP4_COLS,
         DeviceFormat::Int4 | DeviceFormat::Int4Zeros => cols / INT4_COLS * 2,
         _ => cols.div_ceil(FP8_COLS) * 4,
@@ -213,7 +207,7 @@ fn fill_codes(view: &MatrixView<'_>, cols: usize, to: &mut [u8], format: DeviceF
             return;
         }
         let start = row * view.row_stride;
-        if matches!(format, DeviceFormat::Mxfp4 | DeviceFormat::Nvfp4) {
+        if matches!(format, DeviceFormat::Mxfp4 | DeviceFormat::W4a8 | DeviceFormat::Nvfp4) {
             if start.is_multiple_of(2) && view.cols.is_multiple_of(2) {
                 to[..view.cols / 2].copy_from_slice(&view.data[start / 2..(start + view.cols) / 2]);
             } else {

@@ -57,6 +57,11 @@ impl Stored {
         }
     }
 
+    /// Brings MXFP4 exponents within 31 of each other.
+    pub(super) fn limit_shifts(&mut self) {
+        self.exponents.iter_mut().for_each(|code| *code = 90 + *code % 32);
+    }
+
     pub(super) fn view(&self, format: WeightFormat) -> MatrixView<'_> {
         let (rows, cols) = (self.rows, self.cols);
         let scales = match format {
@@ -117,7 +122,7 @@ fn packing_on_the_host_gives_the_bytes_of_the_kernels() {
         (WeightFormat::Fp8E4m3, DeviceFormat::Fp8),
         (WeightFormat::Fp8E4m3, DeviceFormat::W8a8),
         (WeightFormat::Mxfp4, DeviceFormat::Mxfp4),
-        (WeightFormat::Mxfp4, DeviceFormat::W8a8),
+        (WeightFormat::Mxfp4, DeviceFormat::W4a8),
         (WeightFormat::Int4, DeviceFormat::Int4),
         (WeightFormat::Int4, DeviceFormat::Int4Zeros),
         (WeightFormat::Int4, DeviceFormat::Bf16),

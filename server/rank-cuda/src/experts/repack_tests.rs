@@ -54,7 +54,7 @@ fn case(stored: WeightFormat, device: DeviceFormat, [rows, cols]: [usize; 2]) ->
 }
 
 fn cases() -> Vec<Case> {
-    use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W8a8};
+    use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W4a8, W8a8};
     let mut cases = Vec::new();
     for stored in [WeightFormat::Bf16, WeightFormat::F16, WeightFormat::F32] {
         cases.push(case(stored, Bf16, [ALL, ALL]));
@@ -79,7 +79,7 @@ fn cases() -> Vec<Case> {
         let narrow = case(WeightFormat::Int4, Bf16, [1, cols]);
         cases.extend([narrow, Case { zeros: true, scale: ScaleFormat::F16, factor: 0.7, ..narrow }]);
     }
-    for device in [Mxfp4, Bf16] {
+    for device in [Mxfp4, W4a8, Bf16] {
         cases.push(case(WeightFormat::Mxfp4, device, [1, 32]));
     }
     for device in [Mxfp8, Bf16] {
@@ -502,6 +502,5 @@ fn matrices_that_lack_what_the_format_needs_are_not_rewritten() {
     let zeros = Case { zeros: true, ..case(WeightFormat::Int4, Int4, [1, 64]) };
     assert_eq!(is_rewritten(&zeros, |_| ()), [false, false]);
     assert_eq!(is_rewritten(&case(WeightFormat::Int4, Int4, [1, 16]), |_| ()), [false, false]);
-    // MXFP4 that a loader re-encodes for products in FP8.
     assert_eq!(is_rewritten(&case(WeightFormat::Mxfp4, W8a8, [1, 32]), |_| ()), [false, false]);
 }

@@ -14,7 +14,7 @@ use super::load::fill;
 use super::narrow::ExpertLayout;
 use super::pack_tests::Stored;
 use super::padded;
-use expertd_model::decode::fp8_e4m3;
+use expertd_model::decode::FP4;
 use expertd_model::synth::{self, SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, ExpertTensors, ExpertWeights, MatrixView, WeightFormat};
 use expertd_types::{ExpertId, Fp8Products};
@@ -101,6 +101,20 @@ fn mxfp8_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
     fp8_elements(unit, lane, step, pair).map(|value| value * multiplier)
 }
 
+/// The same for MXFP4 elements that are widened to FP8 (`w4a8_word`). Lanes have other elements there: this one finds those of the pair.
+fn w4a8_pair(unit: &[u8], lane: usize, step: usize, pair: usize) -> [f64; 2] {
+    let first = 16 * step + 2 * (lane % 4) + 8 * (pair / 2);
+    [first, first + 1].map(|col| {
+        let (lane, row) = (lane / 4 * 4 + col / 32, pair % 2);
+        let (step, register, byte) = (col % 32 / 8, col % 8 / 4, col % 4);
+        let word = word(unit, step / 2 * 512 + lane * 16 + (step % 2 * 2 + row) * 4);
+        let magnitude = FP4[(word >> (16 * register + 4 * byte) & 7) as usize];
+        let is_negative = word >> (8 * byte + [7, 3][register]) & 1 != 0;
+        let shift = i32::from(unit[1024 + lane * 2 + row]);
+        f64::from(if is_negative { -magnitude } else { magnitude }) * 2f64.powi(6 - shift)
+    })
+}
+
 /// The same for INT4 (`Int4Of::integers`, `Int4Of::group_scale`); `zero` finds the zero point of a unit, a row of its lane's two and a group.
 fn int4_pair_of(unit: &[u8], [lane, step, pair]: [usize; 3], zero: impl Fn(usize, usize) -> u8) -> [f64; 2] {
     let word_of_step = word(unit, step / 4 * 512 + lane * 16 + step % 4 * 4);
@@ -135,6 +149,9 @@ fn check_drawn(stored: WeightFormat, format: DeviceFormat, pair_of: PairOf) {
         if format == DeviceFormat::Int4Zeros {
             drawn.add_zeros(&mut random);
         }
+        if format == DeviceFormat::W4a8 {
+            drawn.limit_shifts();
+        }
         drawn
     });
     let weights =
@@ -144,7 +161,7 @@ fn check_drawn(stored: WeightFormat, format: DeviceFormat, pair_of: PairOf) {
 
 /// Packs an expert and compares every element with its value in the checkpoint.
 fn check(weights: &ExpertWeights<'_>, format: DeviceFormat, pair_of: PairOf) {
-    let (hidden, inter) = (padded(weights.gate.cols), padded(weights.gate.rows));
+    let (hidden, inter) = (padded(weights.gate.cols), format.padded_inter(weights.gate.rows));
     let layout = ExpertLayout::new(format, hidden, inter);
     let mut staged = vec![0_u64; layout.bytes.div_ceil(8)];
     layout.fill(weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
@@ -193,6 +210,7 @@ fn lanes_find_every_element_where_the_host_packed_it() {
     check_drawn(WeightFormat::Int4, DeviceFormat::Int4, int4_pair);
     check_drawn(WeightFormat::Int4, DeviceFormat::Int4Zeros, int4_zeros_pair);
     check_drawn(WeightFormat::Mxfp4, DeviceFormat::Mxfp4, mxfp4_pair);
+    check_drawn(WeightFormat::Mxfp4, DeviceFormat::W4a8, w4a8_pair);
     check_drawn(WeightFormat::Nvfp4, DeviceFormat::Nvfp4, nvfp4_pair);
     check_drawn(WeightFormat::Mxfp8, DeviceFormat::Mxfp8, mxfp8_pair);
 }
@@ -256,57 +274,18 @@ fn experts_of_libraries_arrive() {
     }
 }
 
-/// Packs an expert for products in FP8 and compares every element with its value in the checkpoint. The padding of an odd size is zero.
-fn check_fp8_panels(expert: &ExpertTensors<'_>) {
-    let ExpertTensors { gate, up, down, .. } = expert;
-    let (hidden, inter) = (padded(gate.cols), DeviceFormat::W8a8.padded_inter(gate.rows));
-    let layout = ExpertLayout::new(DeviceFormat::W8a8, hidden, inter);
-    let mut staged = vec![0xaaaa_aaaa_aaaa_aaaa_u64; layout.bytes.div_ceil(8)];
-    let [gate_view, up_view, down_view] = [gate, up, down].map(Clone::clone);
-    let weights = ExpertWeights { gate: gate_view, up: up_view, down: down_view, biases: None };
-    let filled = layout.fill(&weights, bytemuck::cast_slice_mut(&mut staged)).unwrap();
-    assert_eq!(filled.rounded, 0);
-    let sizes = DeviceFormat::W8a8.matrix_bytes(hidden, inter);
-    let shapes = [(2 * inter, hidden), (hidden, inter)];
-    for (which, mut params) in layout.packs(staged.as_ptr() as u64).into_iter().enumerate() {
-        let (rows, cols) = shapes[which];
-        let (mut panels, mut factors) = (vec![0_u128; sizes[which] / 16], vec![0_f32; rows]);
-        (params.units, params.row_scales) = (panels.as_mut_ptr() as u64, factors.as_mut_ptr() as u64);
-        // SAFETY: source and destinations are live buffers of the documented sizes.
-        unsafe { pack_narrow_host(&params, 0..(rows / UNIT_ROWS) as u64) }.unwrap();
-        assert!(factors.iter().all(|factor| *factor == 1.0));
-        let bytes: &[u8] = bytemuck::cast_slice(&panels);
-        for (block, panel) in bytes.chunks(rows * (COLS + 4)).enumerate() {
-            let (codes, scales) = panel.split_at(rows * COLS);
-            for (row, codes) in codes.chunks(COLS).enumerate() {
-                let (feature, view) = match (which, row % 16 < 8) {
-                    (0, true) => (row / 16 * 8 + row % 8, gate),
-                    (0, false) => (row / 16 * 8 + row % 8, up),
-                    _ => (row, down),
-                };
-                let scale = f32::from_bits(word(scales, row * 4));
-                for col in 0..COLS {
-                    let code = codes[((col / 16) ^ (row % 8)) * 16 + col % 16];
-                    let at = block * COLS + col;
-                    let inside = feature < view.rows && at < view.cols && at < cols;
-                    let expected = if inside { view.value(feature, at) } else { 0.0 };
-                    assert_eq!(fp8_e4m3(code) * scale, expected, "{} {which} ({feature}, {at})", view.format);
-                }
-            }
-        }
-    }
-}
-
 #[test]
-fn mxfp4_experts_arrive_in_fp8_panels() {
+fn mxfp4_experts_arrive_for_products_in_fp8() {
     for name in ["gpt_oss-mxfp4-odd", "qwen3_moe-mxfp4-library"] {
         let folder = expertd_test_fixtures::fixture(&format!("quantised/{name}"));
         let checkpoint = Checkpoint::open(&folder).unwrap();
         for (layer, moe) in checkpoint.spec().moe_layers() {
             let stored = crate::Stored::routed(&moe.experts);
-            assert_eq!(stored.on_device(Fp8Products::OF_MXFP4), DeviceFormat::W8a8, "{name}");
+            assert_eq!(stored.on_device(Fp8Products::OF_MXFP4), DeviceFormat::W4a8, "{name}");
             for expert in 0..moe.experts.count as u32 {
-                check_fp8_panels(&checkpoint.expert(layer, ExpertId(expert)).unwrap());
+                let ExpertTensors { gate, up, down, .. } =
+                    checkpoint.expert(layer, ExpertId(expert)).unwrap();
+                check(&ExpertWeights { gate, up, down, biases: None }, DeviceFormat::W4a8, w4a8_pair);
             }
         }
     }

@@ -49,10 +49,10 @@ pub(super) fn stream_rows(given: &mut Given, spec: &ModelSpec, machine: &Machine
     let cores = cores.clamp(1, machine.usable_cores.max(1));
     let rates = given.memory_rates.0.unwrap_or_default();
     let (rows, why) = match machine.device {
-        DeviceKind::Cuda => match rates.stream_rows(spec, machine.fp8_products, cores) {
-            usize::MAX => (0, "no kernel rewrites the format of these experts"),
-            rows => (rows, "where copies of experts take less time than the CPUs, by memory-rates"),
-        },
+        DeviceKind::Cuda => {
+            let rows = rates.stream_rows(spec, cores);
+            (rows, "where copies of experts take less time than the CPUs, by memory-rates")
+        }
         DeviceKind::Cpu => (0, "rank 0 is on a CPU, too"),
     };
     match derive(&mut given.stream_rows, rows, why) {

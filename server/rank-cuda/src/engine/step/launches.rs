@@ -18,7 +18,7 @@ use crate::engine::graphs::Half;
 use crate::engine::host_experts::{Chunk, CopiedExperts, Slots, StreamedStep};
 use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
-use crate::experts::{DeviceFormat, activation_code};
+use crate::experts::activation_code;
 use crate::few_rows::ExpertsLoad;
 use expertd_model::Activation;
 
@@ -357,7 +357,7 @@ impl Phases<'_> {
         };
         let power_of_two_scales = spec.is_some_and(|s| s.power_of_two_scales);
         // In a group of one rank, rows are already in FP8 if its routed experts take FP8 rows.
-        let fp8 = format == DeviceFormat::W8a8
+        let fp8 = format.has_fp8_rows()
             && step.group.ranks == 1
             && self.quantises_rows()
             && power_of_two_scales == step.layer.spec.experts.power_of_two_scales;
@@ -464,7 +464,7 @@ impl Phases<'_> {
     /// in bf16, because its experts quantise them while they wait for weights.
     fn quantises_rows(&self) -> bool {
         let (format, ranks) = (self.step.layer.format, self.step.group.ranks);
-        format == DeviceFormat::W8a8 && (ranks > 1 || !format.has_few_rows(&self.routed_load()))
+        format.has_fp8_rows() && (ranks > 1 || !format.has_few_rows(&self.routed_load()))
     }
 
     /// Format and stride of the rows that experts read.
