@@ -13,6 +13,7 @@ mod client;
 mod endpoint;
 mod library;
 mod live;
+mod pieces;
 mod probe;
 mod relay;
 mod sys;

@@ -18,6 +18,9 @@ pub const LONG_PAUSE: Duration = Duration::from_micros(100);
 /// A pause is this part of the time since the last event, so that a call takes at most so much longer for it.
 const PART: u32 = 8;
 const RECENT: Duration = Duration::from_secs(1);
+/// How often a client without calls asks for a sign of life. It notices a broken connection before its next call, and keeps the state that
+/// firewalls have of the connection.
+const IDLE_ASK: Duration = Duration::from_secs(10);
 /// The pause after that.
 const RARE_PAUSE: Duration = Duration::from_millis(1);
 
@@ -159,9 +162,10 @@ impl Waiting {
         self.last = Instant::now();
     }
 
-    /// Whether to ask for a sign of life: once a second while there is no event.
-    pub fn asks(&mut self) -> bool {
-        let asks = self.last.elapsed() >= RECENT && self.asked.elapsed() >= RECENT;
+    /// Whether to ask for a sign of life: while there is no event once a second, or, if no call is in flight, every ten seconds.
+    pub fn asks(&mut self, is_expecting: bool) -> bool {
+        let period = if is_expecting { RECENT } else { IDLE_ASK };
+        let asks = self.last.elapsed() >= period && self.asked.elapsed() >= period;
         if asks {
             self.asked = Instant::now();
         }

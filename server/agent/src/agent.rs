@@ -105,13 +105,16 @@ fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, 
     let SessionParts { opened, rows, requests, .. } = session;
     let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
-        (*is_receiving, is_event) = (is_coming(message), true);
+        *is_receiving = is_coming(message);
+        is_event |= *is_receiving;
         if *is_receiving {
             return Ok(());
         }
+        // A message that asks nothing is no reason to expect another one soon.
         let Some(request) = accept_request(message, rows, places, calls, opened.calls)? else {
             return Ok(());
         };
+        is_event = true;
         if !requests.try_push(&request)? {
             return Err(NetworkError::Protocol("more calls than the session allows".to_owned()));
         }
