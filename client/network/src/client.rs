@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expertd_session::memory::{ServiceRings, SessionMemory};
+use expertd_session::pieces::Pieces;
 use expertd_session::wire::{CompletionRecord, MAX_CALLS, MAX_CLIENT_FRAME, RequestRecord, frame};
 use expertd_session::{Session, SessionOptions, socket};
 use expertd_shm::WaitPolicy;
@@ -16,7 +17,6 @@ use expertd_shm::wait::SPIN_TIME;
 use crate::endpoint::{Card, Endpoint, Transports};
 use crate::library::{Library, NetworkError};
 use crate::live::{End, Live};
-use crate::pieces::Pieces;
 use crate::random_name;
 use crate::relay::{Relay, Spin, Waiting, accept_completion, is_coming};
 

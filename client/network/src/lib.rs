@@ -13,7 +13,6 @@ mod client;
 mod endpoint;
 mod library;
 mod live;
-mod pieces;
 mod probe;
 mod relay;
 mod sys;

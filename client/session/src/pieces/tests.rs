@@ -1,13 +1,13 @@
 #![allow(clippy::unwrap_used)]
 
 use bytemuck::Zeroable as _;
-use expertd_session::wire::ALIGN;
 use proptest::prelude::*;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 
 use super::*;
-use crate::wire::Places;
+use crate::places::Places;
+use crate::wire::ALIGN;
 
 const HIDDEN: usize = 2048;
 const PLACES: Places = Places { hidden: HIDDEN, rows_bytes: usize::MAX };

@@ -1,4 +1,4 @@
-//! Large calls travel in pieces of consecutive rows, each a call of its own for the service: rows of later pieces travel in while earlier ones
+//! Large calls of network sessions travel in pieces of consecutive rows, each a call of its own for the service: rows of later pieces travel in while earlier ones
 //! are computed and their output travels back. The state machine has no clock and no I/O.
 //!
 //! A call is complete when all its pieces are. After a failed piece no further one is sent, and the call fails with the first failure. Pieces that
@@ -8,9 +8,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use expertd_session::wire::{CompletionRecord, MAX_RANKS, RequestRecord};
-
-use crate::wire::Place;
+use crate::places::Place;
+use crate::wire::{CompletionRecord, MAX_RANKS, RequestRecord};
 
 /// Bytes of the rows of a piece, about. TCP carries so many over loopback in a quarter of a millisecond.
 const PIECE_BYTES: usize = 1 << 20;
@@ -23,7 +22,7 @@ const DEADLINE_EXCEEDED: u32 = 4;
 
 /// Calls in flight and their pieces.
 #[derive(Debug)]
-pub(crate) struct Pieces {
+pub struct Pieces {
     /// Pieces in flight beyond one for each call, at most.
     spare: usize,
     calls: HashMap<u64, Whole>,
@@ -54,7 +53,8 @@ struct Whole {
 
 impl Pieces {
     /// For sessions with `calls` calls, of which the service takes `pieces` at once.
-    pub(crate) fn new(calls: u32, pieces: u32) -> Self {
+    #[must_use]
+    pub fn new(calls: u32, pieces: u32) -> Self {
         Pieces {
             spare: pieces.saturating_sub(calls) as usize,
             calls: HashMap::new(),
@@ -65,18 +65,20 @@ impl Pieces {
         }
     }
 
-    /// Pieces in flight for sessions with `calls` calls.
-    pub(crate) fn of_calls(calls: u32, most: u32) -> u32 {
+    /// Pieces in flight for sessions with `calls` calls: `most` at most.
+    #[must_use]
+    pub fn of_calls(calls: u32, most: u32) -> u32 {
         calls.saturating_mul(2).clamp(4, most)
     }
 
     /// Whether no call is in flight.
-    pub(crate) fn is_empty(&self) -> bool {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
         self.calls.is_empty()
     }
 
     /// Takes a call that reads and writes these places, rows and output first.
-    pub(crate) fn start(&mut self, request: RequestRecord, read: &[Place], written: &[Place], now: Instant) {
+    pub fn start(&mut self, request: RequestRecord, read: &[Place], written: &[Place], now: Instant) {
         let row_bytes = read.first().map_or(0, |rows| rows.bytes) / request.tokens.max(1) as usize;
         let piece = if self.spare == 0 || overlap(read, written) {
             request.tokens
@@ -99,7 +101,7 @@ impl Pieces {
     }
 
     /// The next piece to send. A call's first piece in flight is sent at once; others follow when the link is free.
-    pub(crate) fn next(&mut self, is_sending: bool, now: Instant) -> Option<RequestRecord> {
+    pub fn next(&mut self, is_sending: bool, now: Instant) -> Option<RequestRecord> {
         let has_spare = self.owners.len() - self.active < self.spare;
         let at = self.unsent.iter().position(|call| {
             let in_flight = self.calls.get(call).map_or(0, |whole| whole.in_flight);
@@ -119,7 +121,7 @@ impl Pieces {
     }
 
     /// Takes the completion of a piece; returns that of its call if it was the last one.
-    pub(crate) fn complete(&mut self, piece: &CompletionRecord, now: Instant) -> Option<CompletionRecord> {
+    pub fn complete(&mut self, piece: &CompletionRecord, now: Instant) -> Option<CompletionRecord> {
         let call = self.owners.remove(&piece.call)?;
         let whole = self.calls.get_mut(&call)?;
         whole.in_flight -= 1;
