@@ -50,10 +50,10 @@ BUILDS = {
 SAME_BITS = "same_bits"
 DEVICE = [SAME_BITS, "gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_gpu"]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_copies", "tiers_gpu"]
 MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints", "tiers")]
 # Modules whose services have one GPU rank, whatever number of ranks others have.
-ONE_GPU_RANK = ["tiers_gpu", "sessions::tiers"]
+ONE_GPU_RANK = ["tiers_copies", "tiers_gpu", "sessions::tiers"]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.
@@ -280,7 +280,9 @@ def mps(percentage):
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
             os.mkdir(place)
-        subprocess.run([control, "-d"], env={**os.environ, **places}, check=True)
+        # The server takes all GPUs: those that it is restricted to have other numbers for its clients.
+        all_gpus = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        subprocess.run([control, "-d"], env={**all_gpus, **places}, check=True)
         try:
             yield {**places, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage)}
         finally:

@@ -222,6 +222,23 @@ pub const FROM_BF16: i32 = 0;
 pub const FROM_F16: i32 = 1;
 /// [`RepackParams::source_format`]: the source is f32.
 pub const FROM_F32: i32 = 2;
+/// [`RepackParams::source_format`]: the source is FP8.
+pub const FROM_FP8: i32 = 3;
+/// [`RepackParams::source_format`]: the source is MXFP4.
+pub const FROM_MXFP4: i32 = 4;
+/// [`RepackParams::source_format`]: the source is NVFP4.
+pub const FROM_NVFP4: i32 = 5;
+/// [`RepackParams::source_format`]: the source is MXFP8.
+pub const FROM_MXFP8: i32 = 6;
+/// [`RepackParams::source_format`]: the source is INT4.
+pub const FROM_INT4: i32 = 7;
+
+/// [`RepackParams::scale_type`]: bf16.
+pub const SCALES_BF16: i32 = 0;
+/// [`RepackParams::scale_type`]: f16, with a factor of each row.
+pub const SCALES_F16: i32 = 1;
+/// [`RepackParams::scale_type`]: f32.
+pub const SCALES_F32: i32 = 2;
 
 /// One matrix of some experts that is packed for processors; see `ExpertdRepackParams` in `experts_repack.h`.
 #[repr(C)]
@@ -229,8 +246,12 @@ pub const FROM_F32: i32 = 2;
 pub struct RepackParams {
     /// Panels of the first expert as CPU ranks have them.
     pub source: u64,
+    /// The first expert's scales apart from its panels; 0 if there are none.
+    pub scales: u64,
     /// Destination of the first expert.
     pub panels: u64,
+    /// Destination of row scales, `[experts, 2, inter]` or `[experts, hidden]`; 0 for bf16.
+    pub row_scales: u64,
     /// Bytes between experts in the source.
     pub source_stride: u64,
     /// Bytes between experts in the destination.
@@ -243,18 +264,30 @@ pub struct RepackParams {
     pub inter: i32,
     /// [`PACK_GATE_UP`] or [`PACK_DOWN`].
     pub kind: i32,
+    /// Format of the destination: [`BF16`] and others.
+    pub format: i32,
     /// Output features of each projection in the source, without padding.
     pub source_features: i32,
     /// Input features in the source, without padding.
     pub source_k: i32,
     /// Rows of a panel of the source.
     pub width: i32,
-    /// [`FROM_BF16`], [`FROM_F16`] or [`FROM_F32`].
+    /// [`FROM_BF16`] and others.
     pub source_format: i32,
+    /// FP8: blocks of 32 input features that share a vector of scales.
+    pub scale_blocks: i32,
+    /// Groups with scales in a block of 32 input features; 0 for formats without scales in their blocks.
+    pub block_groups: i32,
+    /// [`SCALES_BF16`], [`SCALES_F16`] or [`SCALES_F32`].
+    pub scale_type: i32,
+    /// 1 if groups have zero points.
+    pub has_zeros: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 const _: () = {
-    assert!(size_of::<RepackParams>() == 64);
+    assert!(size_of::<RepackParams>() == 104);
     assert!(size_of::<LayerWeights>() == 56);
     assert!(size_of::<ExpertsParams>() == 184);
     assert!(size_of::<PackParams>() == 48);
@@ -269,6 +302,7 @@ unsafe extern "C" {
     fn expertd_experts_pack_narrow(params: *const PackNarrowParams, stream: *mut c_void) -> c_int;
     fn expertd_experts_repack(params: *const RepackParams, stream: *mut c_void) -> c_int;
     fn expertd_portable_experts_repack(params: *const RepackParams, stream: *mut c_void) -> c_int;
+    fn expertd_experts_repack_host(params: *const RepackParams) -> c_int;
     fn expertd_portable_experts_setup() -> c_int;
     fn expertd_portable_experts_launch(params: *const ExpertsParams, stream: *mut c_void) -> c_int;
     fn expertd_portable_experts_pack(params: *const PackParams, stream: *mut c_void) -> c_int;
@@ -327,7 +361,7 @@ pub unsafe fn pack(params: &PackParams, stream: CUstream) -> Result<(), LaunchEr
     })
 }
 
-/// Launches the conversion of panels of CPU ranks to panels in bf16.
+/// Launches the conversion of panels of CPU ranks to the layout of [`experts`].
 ///
 /// # Safety
 /// Addresses must be valid as documented until the launch has ended.
@@ -339,6 +373,18 @@ pub unsafe fn repack(params: &RepackParams, stream: CUstream) -> Result<(), Laun
             KernelPath::Portable => expertd_portable_experts_repack(params, stream.cast()),
         }
     })
+}
+
+/// Converts panels of CPU ranks on the host, as [`repack`] does on the device.
+///
+/// # Errors
+/// If sizes are invalid, or the source cannot become the format of the destination.
+///
+/// # Safety
+/// Addresses must be of host memory with the documented sizes, and nothing else may access the destination.
+pub unsafe fn repack_host(params: &RepackParams) -> Result<(), LaunchError> {
+    // SAFETY: the caller's promise.
+    check("experts_repack_host", unsafe { expertd_experts_repack_host(params) })
 }
 
 /// Size on the device of one expert's gate and up ([`PACK_GATE_UP`]) or down ([`PACK_DOWN`]) matrices, in bytes. `hidden` and

@@ -98,23 +98,17 @@ EXPERTD_HD int mxfp4_rotation(int pair) {
     return rotations[pair];
 }
 
+EXPERTD_HD uint32_t rotated_left(uint32_t word, int bits) { return bits == 0 ? word : word << bits | word >> (32 - bits); }
+
 EXPERTD_HD void mxfp4_words(const uint8_t codes[8][2], uint32_t words[2]) {
-    words[0] = words[1] = 0;
+    uint32_t three[3] = {0, 0, 0};
+#pragma unroll
     for (int pair = 0; pair < 8; pair++) {
-        for (int half = 0; half < 2; half++) {
-            for (int bit = 0; bit < 4; bit++) {
-                const int at = (16 * half + (bit == 3 ? 15 : 6 + bit) + mxfp4_rotation(pair)) % 32;
-                const uint32_t value = codes[pair][half] >> bit & 1;
-                if (pair < 6) {
-                    words[pair / 3] |= value << at;
-                } else if (MXFP4_LEFT >> at & 1) {
-                    words[0] |= value << at;
-                } else {
-                    words[1] |= value << (at + 32 - MXFP4_LEFT_ROTATION) % 32;
-                }
-            }
-        }
+        const uint32_t both = codes[pair][0] | uint32_t(codes[pair][1]) << 16;
+        three[pair / 3] |= rotated_left((both & 0x00080008) << 12 | (both & 0x00070007) << 6, mxfp4_rotation(pair));
     }
+    words[0] = three[0] | (three[2] & MXFP4_LEFT);
+    words[1] = three[1] | rotated_left(three[2] & ~MXFP4_LEFT, 32 - MXFP4_LEFT_ROTATION);
 }
 
 // Widening turns e2m1 into a bf16 value whose exponent is 126 too low. The multiplier corrects that and contains the scale

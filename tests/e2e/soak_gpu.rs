@@ -37,13 +37,15 @@ const CALLERS: u64 = 8;
 const COMPARED: u64 = 100;
 /// Number of steps without `EXPERTD_SOAK_STEPS`.
 const STEPS: u64 = 50_000;
-/// Share of the steps after which memory is first measured.
-const WARM_UP: f64 = 0.2;
+/// Memory is measured in each of so many parts of the steps.
+const PARTS: u64 = 10;
 /// Number of rounds at the start in which all callers together send a request of the largest size. The router's memory
 /// follows the bytes in flight, and no later load has more in flight.
 const FULL_ROUNDS: usize = 5;
-/// Largest growth of the host memory of the router, and of all ranks, after the warm-up, in kB.
-const GROWTH: u64 = 1024;
+/// Largest growth of the router's memory from the second to fifth part, of which the largest counts, to the last one.
+const ROUTER_GROWTH: f64 = 0.05;
+/// Largest growth of the host memory of all ranks in the same time, in kB.
+const RANK_GROWTH: u64 = 1024;
 /// Number of random values in the pool from which requests take rows at random offsets.
 const POOL: usize = 1 << 24;
 
@@ -104,29 +106,21 @@ async fn compare(cpu: &Client, request: &ForwardRequest, answer: &ForwardRespons
 /// Memory in use, in kB.
 #[derive(Clone, Copy, Debug)]
 struct Memory {
+    /// The median over a part of the run: it follows the bytes in flight, and each of the runtime's threads keeps some.
     router: u64,
     ranks: u64,
     /// GPU memory of the ranks, in steps of 1 MiB.
     device: u64,
 }
 
-impl Memory {
-    fn now(service: &Service) -> Memory {
-        let resident = |pid: &u32| {
-            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-            let value = |name: &str| {
-                let line = status.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-                line.split_whitespace().nth(1).map_or(0, |number| number.parse::<u64>().unwrap())
-            };
-            value("RssAnon:") + value("RssShmem:")
-        };
-        let ranks = service.ranks();
-        Memory {
-            router: resident(&service.pid()),
-            ranks: ranks.iter().map(resident).sum(),
-            device: of_processes(&ranks).unwrap_or_else(of_gpus),
-        }
-    }
+/// The host memory of a process in kB.
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let value = |name: &str| {
+        let line = status.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+        line.split_whitespace().nth(1).map_or(0, |number| number.parse::<u64>().unwrap())
+    };
+    value("RssAnon:") + value("RssShmem:")
 }
 
 /// The answer of `nvidia-smi --query-WHAT`, a line for each GPU or process.
@@ -191,6 +185,7 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
     let begun = Instant::now();
     let together = Arc::new(Barrier::new(CALLERS as usize));
     let mut callers = JoinSet::new();
+    let mut largest: f64 = 0.0;
     for caller in 0..CALLERS {
         let client = Client::connect(&service.address).await.unwrap();
         let cpu = Client::connect(&reference.address).await.unwrap();
@@ -198,7 +193,6 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
         callers.spawn(async move {
             let mut rng = SmallRng::seed_from_u64(caller);
             let mut largest: f64 = 0.0;
-            let mut reported = 0;
             for _ in 0..FULL_ROUNDS {
                 let rows = encode(&pool[..LARGEST * HIDDEN], DType::F32);
                 together.wait().await;
@@ -212,11 +206,6 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
                 let answer = client.forward(request.clone(), None).await.unwrap();
                 assert_eq!(answer.rows.len(), request.tokens as usize * HIDDEN * dtype.size());
                 seen.add(&answer, request.tokens);
-                // A run that is cut off has said how far it came.
-                if caller == 0 && seen.steps() >= reported + wanted / 10 {
-                    reported = seen.steps();
-                    println!("{reported} steps in {:.0} s", begun.elapsed().as_secs_f64());
-                }
                 if compare_this {
                     let error = compare(&cpu, &request, &answer, dtype).await;
                     assert!(
@@ -231,34 +220,44 @@ async fn random_load_is_answered_right_and_memory_stays_flat() {
             largest
         });
     }
-    let warm = (wanted as f64 * WARM_UP) as u64;
-    while seen.steps() < warm {
-        // Callers end earlier only if they fail.
-        if let Some(ended) = callers.try_join_next() {
-            ended.unwrap();
+    let mut parts = Vec::new();
+    for part in 1..=PARTS {
+        let mut router = Vec::new();
+        while router.is_empty() || seen.steps() < wanted / PARTS * part && !callers.is_empty() {
+            router.push(resident(service.pid()));
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            while let Some(ended) = callers.try_join_next() {
+                largest = largest.max(ended.unwrap());
+            }
         }
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        router.sort_unstable();
+        let ranks = service.ranks();
+        let memory = Memory {
+            router: router[router.len() / 2],
+            ranks: ranks.iter().copied().map(resident).sum(),
+            device: of_processes(&ranks).unwrap_or_else(of_gpus),
+        };
+        println!("{} steps in {:.0} s, kB: {memory:?}", seen.steps(), begun.elapsed().as_secs_f64());
+        parts.push(memory);
     }
-    let early = Memory::now(&service);
-    let largest = callers.join_all().await.into_iter().fold(0.0, f64::max);
-    let late = Memory::now(&service);
+    largest = callers.join_all().await.into_iter().fold(largest, f64::max);
     println!(
-        "{ranks} ranks, {:.0} s: {} steps, {} requests, {} rows, {} compared with CPU ranks, largest error {largest:.1e}; kB \
-         after {warm} steps and at the end: router {} and {}, ranks {} and {}, devices {} and {}",
+        "{ranks} ranks, {:.0} s: {} steps, {} requests, {} rows, {} compared with CPU ranks, largest error {largest:.1e}",
         begun.elapsed().as_secs_f64(),
         seen.steps(),
         seen.requests.load(Ordering::Relaxed),
         seen.rows.load(Ordering::Relaxed),
         seen.compared.load(Ordering::Relaxed),
-        early.router,
-        late.router,
-        early.ranks,
-        late.ranks,
-        early.device,
-        late.device,
     );
     assert!(seen.compared.load(Ordering::Relaxed) > 0);
-    assert!(late.router <= early.router + GROWTH, "the router's memory grew, kB: {early:?}, {late:?}");
-    assert!(late.ranks <= early.ranks + GROWTH, "the ranks' memory grew, kB: {early:?}, {late:?}");
-    assert!(late.device <= early.device, "the devices' memory grew, kB: {early:?}, {late:?}");
+    let early = &parts[1..parts.len() / 2];
+    let most = |of: fn(&Memory) -> u64| early.iter().map(of).max().unwrap();
+    let late = parts.last().unwrap();
+    let router = most(|memory| memory.router);
+    assert!(
+        late.router as f64 <= router as f64 * (1.0 + ROUTER_GROWTH),
+        "the router's memory grew: {parts:?}"
+    );
+    assert!(late.ranks <= most(|memory| memory.ranks) + RANK_GROWTH, "the ranks' memory grew: {parts:?}");
+    assert!(late.device <= most(|memory| memory.device), "the devices' memory grew: {parts:?}");
 }

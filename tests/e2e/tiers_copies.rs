@@ -11,7 +11,7 @@ use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
 use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::admin_client::AdminClient;
-use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest};
+use expertd_proto::v1::{DType, ForwardRequest, GetStatusRequest, TierStatus};
 use expertd_test_seed::TestRng;
 use expertd_types::rows::{decode, encode, encode_i32};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement, Rank};
@@ -30,7 +30,7 @@ use crate::tiers::{POISONED_WIRE, TOLERANCE, placement, start, verified, write};
 const FAMILY: &str = "qwen3_moe";
 /// Least number of rows of steps that the source computes alone, in these tests.
 const STREAM_ROWS: usize = 6;
-const STREAMED: [&str; 2] = ["--stream-rows", "6"];
+pub(crate) const STREAMED: [&str; 2] = ["--stream-rows", "6"];
 /// Sizes of the model that [`Pair`] serves.
 const EXPERTS: usize = 16;
 const K: usize = 4;
@@ -170,7 +170,7 @@ async fn experts_come_to_a_gpu_for_large_steps() {
     large_steps_are_the_sources("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
 }
 
-/// Each family's experts, biases and gates; formats that no kernel rewrites stay with their CPU ranks.
+/// Each family's experts, biases and gates.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
 #[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
@@ -260,12 +260,21 @@ async fn slots_follow_the_use(device: &str, environment: &[(&str, &str)]) {
     operators_see_the_rows(&pair).await;
 }
 
+async fn tier_status(service: &Service) -> TierStatus {
+    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
+    let status = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
+    status.tier.unwrap()
+}
+
+/// Bytes of experts that were copied to the source.
+pub(crate) async fn copied_bytes(service: &Service) -> u64 {
+    tier_status(service).await.copied_bytes
+}
+
 /// Status and metrics of a mixed group say what ranks have counted.
 async fn operators_see_the_rows(pair: &Pair) {
     let service = &pair.mixed.1;
-    let admin = AdminAddress { address: Some(service.admin.clone()), ..AdminAddress::default() };
-    let status = status(&StatusArgs { admin, json: false, expert_rows: false, watch: None }).await.unwrap();
-    let tier = status.tier.unwrap();
+    let tier = tier_status(service).await;
     assert_eq!(tier.layers.len(), 2);
     assert!(tier.copied_bytes > 0);
     for of in &tier.layers {
@@ -418,18 +427,28 @@ async fn recorded_answers_of_every_family_and_format_with_slots() {
         let ranks = service.ranks();
         verified(&service, &model, "f32", &["1000", "1", "1000", "3"], "1e-2").await;
         assert_eq!(service.ranks(), ranks, "{}: a step failed", model.display());
-        let mut from_slots = 0;
-        for (layer, of_layer) in placed.layers() {
-            let counted = counts(&service, layer.0).await;
-            let of_cpus = (1..=workers as u32).flat_map(|rank| of_layer.first_owned_by(Rank(rank)));
-            from_slots += of_cpus.map(|expert| counted[0][expert as usize]).sum::<u64>();
-        }
+        let from_slots = copied_rows(&service, &placed).await;
         assert!(from_slots > 0, "{}: no row found its expert in a slot", model.display());
     }
 }
 
+/// Rows that the source has computed with experts that CPU ranks own.
+pub(crate) async fn copied_rows(service: &Service, placed: &ExpertPlacement) -> u64 {
+    let mut rows = 0;
+    for (layer, of_layer) in placed.layers() {
+        let counted = counts(service, layer.0).await;
+        let of_cpus = (1..counted.len() as u32).flat_map(|rank| of_layer.first_owned_by(Rank(rank)));
+        rows += of_cpus.map(|expert| counted[0][expert as usize]).sum::<u64>();
+    }
+    rows
+}
+
 /// A random placement that leaves to CPU ranks an expert that recorded rows use.
-fn placement_that_needs_cpu_ranks(model: &Path, workers: usize, rng: &mut TestRng) -> ExpertPlacement {
+pub(crate) fn placement_that_needs_cpu_ranks(
+    model: &Path,
+    workers: usize,
+    rng: &mut TestRng,
+) -> ExpertPlacement {
     let golden = Golden::read(&model.join("golden.safetensors")).unwrap();
     for _ in 0..10_000 {
         let placed = placement(model, workers, rng);
@@ -449,7 +468,7 @@ fn placement_that_needs_cpu_ranks(model: &Path, workers: usize, rng: &mut TestRn
 }
 
 /// Memory for one expert of each layer in f32, in which CPU ranks hold some formats: several slots in others.
-fn slot_memory(model: &Path) -> u64 {
+pub(crate) fn slot_memory(model: &Path) -> u64 {
     let checkpoint = Checkpoint::open_layers(model, LayerChoice::All).unwrap();
     let spec = checkpoint.spec();
     let padded = |features: usize| features.next_multiple_of(64) as u64;

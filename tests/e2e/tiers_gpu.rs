@@ -1,11 +1,16 @@
 //! Mixed groups of one GPU rank and CPU ranks. Ignored by default, like the tests of `gpu`.
 
-use crate::gpu::{QUANTISED, REPACKED, gpus, is_refused};
+use std::time::{Duration, Instant};
+
+use crate::gpu::{QUANTISED, REPACKED, gpus, is_portable, is_refused};
 use crate::service::{Service, families, fixture, part};
 use crate::tiers::{
     POISONED_WIRE, faults_are_unseen, faults_within_steps_are_unseen, fewer_experts_are_right, placement,
     placements_come_in, start, verified, write,
 };
+use crate::tiers_copies::{STREAMED, copied_rows, placement_that_needs_cpu_ranks, slot_memory};
+
+const PATIENCE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
@@ -32,6 +37,45 @@ async fn recorded_answers_of_quantised_checkpoints_beside_cpu_ranks() {
         let model = fixture(name);
         let service = start("cuda,cpu", &model, index % 2 + 1, &mut rng, &["--fp8-compute", "bf16"]);
         verified(&service, &model, "f32", &["1000", "3"], "1e-2").await;
+    }
+}
+
+/// Large steps and slots of all formats: experts are rewritten from what CPU ranks hold.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn recorded_answers_of_quantised_checkpoints_whose_experts_come_to_a_gpu() {
+    let _in_use = gpus();
+    let mut rng = expertd_test_seed::rng();
+    let environment = [POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")];
+    let names = part([&QUANTISED[..], &REPACKED].concat());
+    for (index, name) in names.into_iter().filter(|name| !is_refused(name)).enumerate() {
+        let model = fixture(name);
+        let workers = index % 2 + 1;
+        let placed = placement_that_needs_cpu_ranks(&model, workers, &mut rng);
+        let (_folder, file) = write(&placed);
+        let slot_memory = slot_memory(&model).to_string();
+        let flags = ["--device", "cuda,cpu", "--placement", file.to_str().unwrap()];
+        let slots = ["--slot-memory", &slot_memory];
+        // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
+        for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
+            if compute == "fp8" && (is_portable() || !name.contains("-fp8-")) {
+                continue;
+            }
+            let more = [&flags[..], &slots, &STREAMED, &["--fp8-compute", compute]].concat();
+            let service = Service::start_checkpoint(&model, workers as u32 + 1, &more, &environment);
+            // Large steps, once the memory of CPU ranks is pinned; then small ones, until a slot is used.
+            for batch in ["1000", "3"] {
+                let (begun, before) = (Instant::now(), copied_rows(&service, &placed).await);
+                while copied_rows(&service, &placed).await == before {
+                    verified(&service, &model, "f32", &[batch], tolerance).await;
+                    assert!(
+                        begun.elapsed() < PATIENCE,
+                        "{name}, batches of {batch}: no expert came to the GPU"
+                    );
+                }
+            }
+        }
     }
 }
 

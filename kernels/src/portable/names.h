@@ -23,3 +23,4 @@
 #define expertd_experts_pack_narrow_host expertd_portable_experts_pack_narrow_host
 #define expertd_experts_matrix_bytes expertd_portable_experts_matrix_bytes
 #define expertd_experts_repack expertd_portable_experts_repack
+#define expertd_experts_repack_host expertd_portable_experts_repack_host

@@ -3,6 +3,8 @@
 import statistics
 import threading
 
+import torch
+
 # Seconds between two samples.
 PERIOD = 0.005
 
@@ -18,7 +20,9 @@ class Clocks:
             import pynvml
 
             pynvml.nvmlInit()
-            self.nvml, self.device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+            # NVML numbers all GPUs, PyTorch those that CUDA_VISIBLE_DEVICES names.
+            uuid = torch.cuda.get_device_properties(index).uuid
+            self.nvml, self.device = pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except Exception as error:  # any failure of a library that only watches
             print(f"no clocks: {error}", flush=True)
             self.nvml = None

@@ -7,17 +7,12 @@ The gate is that of all peers. A single rank runs the same kernel with its buffe
 torchrun --nproc-per-node N deepgemm_layer.py [--shape S] [--tokens T ...]
 """
 
-import os
-import sys
 from types import SimpleNamespace
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-import layer as common  # noqa: E402
+import layer as common
 
 # The kernel supports no wider experts.
 WIDEST = 4096

@@ -7,18 +7,12 @@ Needs sgl-deep-gemm 0.1.4.post1; see README.md for the environment.
 deepgemm_masked_layer.py [--shape S] [--tokens T ...]
 """
 
-import os
-import sys
+import torch
+import triton
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
-
-import torch  # noqa: E402
-import triton  # noqa: E402
-
-import layer as common  # noqa: E402
-import quantise  # noqa: E402
-from grouped import count_kernel  # noqa: E402
+import layer as common
+import quantise
+from grouped import count_kernel
 
 # Rows of an expert are a multiple of this: with less, stores of the products overwrite the next expert's first rows.
 ALIGN = 256

@@ -4,7 +4,7 @@
 Needs the library of loadtest/peers/layer:
 
 cargo build --release -p expertd-peer-layer --features cuda
-expertd_layer.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...]
+expertd_layer.py [--dtype bf16|fp8|mxfp4|int4|int4_g128|nvfp4] [--shape S] [--tokens T ...]
 
 """
 
@@ -18,6 +18,9 @@ import layer as common
 
 LIBRARY = Path(__file__).resolve().parents[3] / "target/release/libexpertd_peer_layer.so"
 FORMATS = {torch.Tensor: 0, common.Quantised: 1, common.Mxfp4: 2, common.Int4: 3, common.Nvfp4: 4}
+
+# Elements of an INT4 scale on the device; wider groups repeat theirs, as in a service.
+INT4_GROUP = 32
 
 
 class Shape(ctypes.Structure):
@@ -63,7 +66,9 @@ def stored(weights):
         return weights.values, weights.scales.repeat_interleave(common.BLOCK, 1).contiguous()
     if isinstance(weights, common.Mxfp4):
         return weights.codes, weights.exponents
-    if isinstance(weights, (common.Int4, common.Nvfp4)):
+    if isinstance(weights, common.Int4):
+        return weights.codes, weights.scales.repeat_interleave(weights.group // INT4_GROUP, 2).contiguous()
+    if isinstance(weights, common.Nvfp4):
         return weights.codes, weights.scales
     return weights, None
 

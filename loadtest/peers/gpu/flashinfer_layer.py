@@ -11,15 +11,11 @@ import os
 import sys
 import types
 
-SITE = os.environ.get("PEER_SITE")
-if SITE:
-    sys.path.insert(0, SITE)
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed._symmetric_memory as symmetric  # noqa: E402
-
-import layer as common  # noqa: E402
+import layer as common
 
 
 class SymmetricMemory:
@@ -61,14 +57,14 @@ class SymmetricMemory:
 def without_init(name):
     """Registers a package of FlashInfer without running its __init__, which imports every family of kernels."""
     package = types.ModuleType(name)
-    package.__path__ = [os.path.join(SITE, *name.split("."))]
+    package.__path__ = [os.path.join(common.SITE, *name.split("."))]
     sys.modules[name] = package
     return package
 
 
 def load():
     """FlashInfer's modules for this layer, without the rest of the library."""
-    if not SITE:
+    if not common.SITE:
         sys.exit("set PEER_SITE to the folder that holds flashinfer/ and tvm_ffi/")
     for name in ("", ".jit", ".comm", ".moe_ep", ".moe_ep.kernel_src", ".moe_ep.kernel_src.sm90"):
         without_init("flashinfer" + name)

@@ -179,6 +179,29 @@ def tuned(shape, tokens, suffix=""):
     return (m, n // 2, bk, *rest), (m, n, bk, *rest)
 
 
+class Lists:
+    """The rows of each of `local` experts, in whole tiles of M rows: choices (`empty` in the rest of a tile), and each tile's expert."""
+
+    def __init__(self, device, local, entries, m, empty=-1):
+        self.local, self.entries, self.m, self.empty = local, entries, m, empty
+        self.tiles = triton.cdiv(entries, m) + min(local, entries)
+        integers = lambda count: torch.empty(count, device=device, dtype=torch.int32)
+        self.counts, self.starts = integers(local), integers(local)
+        self.place, self.tile_expert, self.listed = integers(entries), integers(self.tiles), integers(self.tiles * m)
+
+    def __call__(self, ids, first=0):
+        """`first`: the id of the first expert."""
+        entries, local, blocks = self.entries, self.local, (triton.cdiv(self.entries, 256),)
+        self.counts.zero_()
+        self.listed.fill_(self.empty)
+        count_kernel[blocks](ids, self.counts, self.place, first, local, entries, BLOCK=256)
+        tiles_kernel[(triton.cdiv(self.tiles, 64),)](
+            self.counts, self.starts, self.tile_expert, local, self.tiles,
+            EXPERTS=triton.next_power_of_2(local), TILES=64, M=self.m,
+        )  # fmt: skip
+        list_kernel[blocks](ids, self.place, self.starts, self.listed, first, local, entries, BLOCK=256)
+
+
 class Grouped:
     """Experts of one rank for at most `entries` choices; rows are indexed by lists built here."""
 
@@ -187,39 +210,23 @@ class Grouped:
         self.gate_up, self.down = sizes or tuned(shape, entries // shape.top_k) or config(rows_per_expert)
         m = self.gate_up[0]
         assert self.down[0] == m
-        self.tiles = triton.cdiv(entries, m) + min(local, entries)
-        integers = lambda count: torch.empty(count, device=device, dtype=torch.int32)
-        self.counts, self.starts = integers(local), integers(local)
-        self.place, self.tile_expert, self.listed = integers(entries), integers(self.tiles), integers(self.tiles * m)
-        self.h = torch.empty(self.tiles * m, shape.width, device=device, dtype=torch.bfloat16)
+        self.lists = Lists(device, local, entries, m)
+        self.h = torch.empty(self.lists.tiles * m, shape.width, device=device, dtype=torch.bfloat16)
         self.y = torch.empty(entries, shape.hidden, device=device, dtype=torch.bfloat16)
-
-    def list(self, layer, ids):
-        """Lists the rows of each expert, in whole tiles."""
-        entries = self.entries
-        self.counts.zero_()
-        self.listed.fill_(-1)
-        blocks = (triton.cdiv(entries, 256),)
-        count_kernel[blocks](ids, self.counts, self.place, layer.first, self.local, entries, BLOCK=256)
-        m = self.gate_up[0]
-        tiles_kernel[(triton.cdiv(self.tiles, 64),)](
-            self.counts, self.starts, self.tile_expert, self.local, self.tiles,
-            EXPERTS=triton.next_power_of_2(self.local), TILES=64, M=m,
-        )  # fmt: skip
-        list_kernel[blocks](ids, self.place, self.starts, self.listed, layer.first, self.local, entries, BLOCK=256)
 
     def __call__(self, layer, rows, weights, ids, out):
         """Takes rows bf16 [R, H], weights f32 and integer ids [R, k]; writes out bf16 [R, H], sums over local choices."""
         s = self.shape
-        self.list(layer, ids)
+        lists = self.lists
+        lists(ids, layer.first)
         m, n, bk, together, warps, stages = self.gate_up
-        gate_up_kernel[(self.tiles * triton.cdiv(s.width, n),)](
-            rows, layer.gate_up, self.h, self.listed, self.tile_expert, self.counts, s.width, s.hidden, 0, 0,
+        gate_up_kernel[(lists.tiles * triton.cdiv(s.width, n),)](
+            rows, layer.gate_up, self.h, lists.listed, lists.tile_expert, lists.counts, s.width, s.hidden, 0, 0,
             K=s.top_k, PADDED=False, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         m, n, bk, together, warps, stages = self.down
-        down_kernel[(self.tiles * triton.cdiv(s.hidden, n),)](
-            self.h, layer.down, self.y, self.listed, weights, self.tile_expert, self.counts, s.width, s.hidden, 0, 0,
+        down_kernel[(lists.tiles * triton.cdiv(s.hidden, n),)](
+            self.h, layer.down, self.y, lists.listed, weights, lists.tile_expert, lists.counts, s.width, s.hidden, 0, 0,
             PADDED=False, M=m, N=n, BK=bk, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         sum_kernel[(rows.shape[0], triton.cdiv(s.hidden, 1024))](

@@ -126,22 +126,22 @@ class GroupedFp8(Grouped):
         self.inner, self.inner_scales = empty(slots, shape.width, dtype=fp8), empty(slots, shape.width // 128)
 
     def __call__(self, layer, rows, weights, ids, out):
-        s, slots = self.shape, self.h.shape[0]
+        s, lists, slots = self.shape, self.lists, self.h.shape[0]
         groups = lambda size: triton.next_power_of_2(size // 128)
-        self.list(layer, ids)
+        lists(ids, layer.first)
         quantise.rows_kernel[(rows.shape[0],)](rows, self.x, self.x_scales, s.hidden, GROUPS=groups(s.hidden))
         m, n, _, together, warps, stages = self.gate_up
         quantises = n == 128
-        gate_up_kernel[(self.tiles * triton.cdiv(s.width, n),)](
+        gate_up_kernel[(lists.tiles * triton.cdiv(s.width, n),)](
             self.x, self.x_scales, layer.gate_up.values, layer.gate_up.scales, self.inner if quantises else self.h, self.inner_scales,
-            self.listed, self.tile_expert, s.width, s.hidden,
+            lists.listed, lists.tile_expert, s.width, s.hidden,
             K=s.top_k, M=m, N=n, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if not quantises:
-            inner_kernel[(slots,)](self.h, self.inner, self.inner_scales, self.listed, s.width, GROUPS=groups(s.width))
+            inner_kernel[(slots,)](self.h, self.inner, self.inner_scales, lists.listed, s.width, GROUPS=groups(s.width))
         m, n, _, together, warps, stages = self.down
-        down_kernel[(self.tiles * triton.cdiv(s.hidden, n),)](
-            self.inner, self.inner_scales, layer.down.values, layer.down.scales, self.y, self.listed, weights, self.tile_expert,
+        down_kernel[(lists.tiles * triton.cdiv(s.hidden, n),)](
+            self.inner, self.inner_scales, layer.down.values, layer.down.scales, self.y, lists.listed, weights, lists.tile_expert,
             s.width, s.hidden, M=m, N=n, TOGETHER=together, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         sum_kernel[(rows.shape[0], triton.cdiv(s.hidden, 1024))](

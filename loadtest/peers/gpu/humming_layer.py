@@ -7,18 +7,13 @@ Needs humming-kernels in the folder that PEER_SITE names; it compiles kernels wh
 humming_layer.py [--shape S] [--tokens T ...]
 """
 
-import os
-import sys
+import torch
+import triton
+import triton.language as tl
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
-
-import torch  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-import grouped  # noqa: E402
-import layer as common  # noqa: E402
+import elementwise
+import grouped
+import layer as common
 
 
 @triton.jit
@@ -29,60 +24,12 @@ def padded_kernel(counts, padded, local, EXPERTS: tl.constexpr, M: tl.constexpr)
     tl.store(padded, tl.sum(tiles, 0) * M)
 
 
-@triton.jit
-def activate_kernel(both, h, inter, BLOCK: tl.constexpr):
-    """h = silu(gate) * up of bf16 `both` [R, 2I]."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < inter
-    gate = tl.load(both + row * 2 * inter + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * inter + inter + column, mask=inside, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    tl.store(h + row * inter + column, value.to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def sum_kernel(y, weights, out, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = sum of the row's choices in y, times their weights."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < hidden
-    sum = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(K):
-        value = tl.load(y + (row * K + choice) * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        sum += tl.load(weights + row * K + choice) * value
-    tl.store(out + row * hidden + column, sum.to(tl.bfloat16), mask=inside)
-
-
-class Lists:
-    """Rows by expert, in whole tiles of M rows: choices, each tile's expert, the number of rows with padding."""
-
-    def __init__(self, device, experts, entries, m):
-        self.experts, self.entries, self.m = experts, entries, m
-        self.tiles = triton.cdiv(entries, m) + min(experts, entries)
-        integers = lambda count: torch.zeros(count, device=device, dtype=torch.int32)
-        self.counts, self.starts, self.place = integers(experts), integers(experts), integers(entries)
-        self.tile_expert, self.listed, self.padded = integers(self.tiles), integers(self.tiles * m), integers(1)
-
-    def __call__(self, ids):
-        experts, blocks = self.experts, (triton.cdiv(self.entries, 256),)
-        wide = triton.next_power_of_2(experts)
-        self.counts.zero_()
-        self.listed.fill_(self.entries)
-        grouped.count_kernel[blocks](ids, self.counts, self.place, 0, experts, self.entries, BLOCK=256)
-        grouped.tiles_kernel[(triton.cdiv(self.tiles, 64),)](
-            self.counts, self.starts, self.tile_expert, experts, self.tiles, EXPERTS=wide, TILES=64, M=self.m
-        )
-        padded_kernel[(1,)](self.counts, self.padded, experts, EXPERTS=wide, M=self.m)
-        grouped.list_kernel[blocks](ids, self.place, self.starts, self.listed, 0, experts, self.entries, BLOCK=256)
-
-
 def products(weights):
     """The library's layer of a matrix of every expert, from tensors as checkpoints of compressed-tensors have them."""
     from humming.layer import HummingLayer
 
     about = dict(quant_method="compressed-tensors", num_bits=4, strategy="group", symmetric=True)
-    about.update(format="pack-quantized", type="int", group_size=common.INT4_GROUP)
+    about.update(format="pack-quantized", type="int", group_size=weights.group)
     experts, rows, columns = weights.codes.shape
     with torch.inference_mode(False), weights.codes.device:
         made = HummingLayer(
@@ -113,13 +60,15 @@ def prepare(world, shape, tokens):
         sizes = layer.sizes[tokens]
         m = sizes["block_shape"][0]
         if m not in lists:
-            lists[m] = Lists(world.device, shape.experts, entries, m)
-        if m not in ids:
-            lists[m](ids["ids"])
-            ids[m] = lists[m]
-        found = ids[m]
+            padded = torch.empty(1, device=world.device, dtype=torch.int32)
+            lists[m] = grouped.Lists(world.device, shape.experts, entries, m, empty=entries), padded
+        found, padded = lists[m]
+        if m not in ids["listed"]:
+            found(ids["ids"])
+            padded_kernel[(1,)](found.counts, padded, shape.experts, EXPERTS=triton.next_power_of_2(shape.experts), M=m)
+            ids["listed"].add(m)
         layer(
-            inputs, outputs=outputs, sorted_ids=found.listed, expert_ids=found.tile_expert, num_tokens_padded=found.padded, top_k=top_k,
+            inputs, outputs=outputs, sorted_ids=found.listed, expert_ids=found.tile_expert, num_tokens_padded=padded, top_k=top_k,
             compute_config={"gemm_type": "indexed"}, tuning_config=sizes,
         )  # fmt: skip
 
@@ -130,11 +79,11 @@ def prepare(world, shape, tokens):
 
         def step():
             weights, ids = layer.route(rows)
-            listed = {"ids": ids}
+            listed = {"ids": ids, "listed": set()}
             product(gate_up, rows, both, listed, shape.top_k)
-            activate_kernel[(entries, triton.cdiv(inter, 1024))](both, h, inter, BLOCK=1024, num_warps=4)
+            elementwise.activate(both, h)
             product(down, h, y, listed, 1)
-            sum_kernel[(tokens, triton.cdiv(hidden, 1024))](y, weights, out, hidden, K=shape.top_k, BLOCK=1024, num_warps=4)
+            elementwise.sum_choices(y, out, weights)
 
         return step
 
@@ -142,4 +91,4 @@ def prepare(world, shape, tokens):
 
 
 if __name__ == "__main__":
-    common.run("humming", __doc__, prepare, formats=("int4",))
+    common.run("humming", __doc__, prepare, formats=("int4", "int4_g128"))

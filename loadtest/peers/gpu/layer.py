@@ -5,6 +5,7 @@ Words: N ranks, T rows of one rank, H elements of a row, E experts of width I, k
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -19,6 +20,11 @@ import torch.nn.functional as F
 
 import gate
 from clocks import Clocks
+
+# Folder with the libraries that peers need, or None.
+SITE = os.environ.get("PEER_SITE")
+if SITE:
+    sys.path.insert(0, SITE)
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,16 @@ BLOCK = 128
 MX_BLOCK = 32
 # The values of the codes 0 to 7 of MXFP4 (e2m1); the codes 8 to 15 are their negatives.
 MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# INT4 weights have one scale for each INT4_GROUP elements of a row, NVFP4 weights for each NV_GROUP.
-INT4_GROUP, NV_GROUP = 32, 16
+# INT4 weights have one scale for each 32 or 128 elements of a row, NVFP4 weights for each NV_GROUP.
+INT4_GROUPS = {"int4": 32, "int4_g128": 128}
+NV_GROUP = 16
 # NVFP4 scales multiply this factor in every matrix here.
 NV_FACTOR = 2.0**-9
 # Constants of gpt-oss's SwiGLU.
 ALPHA, LIMIT = 1.702, 7.0
 # Largest relative error of a layer with weights of a format. Peers with FP8 weights also round rows to FP8 (3 bits of
 # mantissa), some of them results as well; the reference does not.
-TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1, "mxfp4": 2e-2, "int4": 2e-2, "nvfp4": 2e-2}
+TOLERANCE = {"bf16": 2e-2, "fp8": 1e-1, "mxfp4": 2e-2, "int4": 2e-2, "int4_g128": 2e-2, "nvfp4": 2e-2}
 
 
 def arguments(description, formats):
@@ -179,23 +186,24 @@ class Mxfp4:
 
 class Int4:
     """INT4 weights: integers from 0 to 15, of which 8 is subtracted (`in_pairs`: u8 [G, N, K/2]), with scales that bf16 and f16 both hold
-    (f16 [G, N, K/INT4_GROUP])."""
+    (f16 [G, N, K/group])."""
 
-    def __init__(self, weights):
+    def __init__(self, weights, group=INT4_GROUPS["int4"]):
+        self.group = group
         groups, n, k = weights.shape
         self.codes = torch.empty(groups, n, k // 2, device=weights.device, dtype=torch.uint8)
-        self.scales = torch.empty(groups, n, k // INT4_GROUP, device=weights.device, dtype=torch.float16)
-        for group in range(groups):
-            blocks = weights[group].float().view(n, k // INT4_GROUP, INT4_GROUP)
+        self.scales = torch.empty(groups, n, k // group, device=weights.device, dtype=torch.float16)
+        for index in range(groups):
+            blocks = weights[index].float().view(n, k // group, group)
             scales = (blocks.abs().amax(-1, keepdim=True).clamp(1e-3) / 7).bfloat16().float()
-            self.codes[group] = in_pairs(((blocks / scales).round().clamp(-8, 7) + 8).view(n, k))
-            self.scales[group] = scales.squeeze(-1).half()
+            self.codes[index] = in_pairs(((blocks / scales).round().clamp(-8, 7) + 8).view(n, k))
+            self.scales[index] = scales.squeeze(-1).half()
 
-    def __getitem__(self, group):
+    def __getitem__(self, index):
         """The dequantised f32 weights of a group, [N, K]."""
-        values = from_pairs(self.codes[group]).float() - 8
+        values = from_pairs(self.codes[index]).float() - 8
         n, k = values.shape
-        return (values.view(n, k // INT4_GROUP, INT4_GROUP) * self.scales[group].float().unsqueeze(-1)).view(n, k)
+        return (values.view(n, k // self.group, self.group) * self.scales[index].float().unsqueeze(-1)).view(n, k)
 
 
 class Nvfp4:
@@ -223,7 +231,8 @@ class Nvfp4:
 
 
 # How weights are stored in each format; bf16 stays as it is.
-STORED = {"fp8": Quantised, "mxfp4": Mxfp4, "int4": Int4, "nvfp4": Nvfp4}
+STORED = {"fp8": Quantised, "mxfp4": Mxfp4, "nvfp4": Nvfp4}
+STORED.update({name: functools.partial(Int4, group=group) for name, group in INT4_GROUPS.items()})
 
 
 class Layer:

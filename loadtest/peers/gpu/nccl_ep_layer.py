@@ -7,16 +7,12 @@ torchrun --nproc-per-node N nccl_ep_layer.py [--shape S] [--tokens T ...] [--exc
 """
 
 import json
-import os
 import sys
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
+import torch
 
-import torch  # noqa: E402
-
-import layer as common  # noqa: E402
-from grouped import Padded  # noqa: E402
+import layer as common
+from grouped import Padded
 
 # Above this number of rows per rank the low-latency mode is not meant to be used.
 MOST = 512

@@ -8,19 +8,13 @@ brings it along (vllm/third_party/triton_kernels, for PyTorch 2.11); see README.
 torchrun --nproc-per-node N triton_kernels_layer.py --shape gpt-oss-120b [--tokens T ...]
 """
 
-import os
-import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-if "PEER_SITE" in os.environ:
-    sys.path.insert(0, os.environ["PEER_SITE"])
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-import layer as common  # noqa: E402
+import layer as common
 
 # Bits of a word of the bitmatrix.
 WORD = 32
@@ -77,7 +71,10 @@ def prepare(world, shape, tokens):
 
     def choose(layer, rows):
         """The library's sparse matrix of rows and this rank's experts."""
-        chosen = topk(F.linear(rows, layer.gate), k, apply_softmax=True)
+        logits = F.linear(rows, layer.gate)
+        if layer.gate_bias is not None:
+            logits = logits + layer.gate_bias
+        chosen = topk(logits, k, apply_softmax=True)
         if world.ranks == 1:
             return chosen
         ids = chosen.indx - layer.first

@@ -3,7 +3,8 @@
 
 Needs the library of loadtest/peers/layer (expertd_layer.py) and what the peers need (README.md).
 
-turns.py [--dtype bf16|fp8|mxfp4|int4|nvfp4] [--shape S] [--tokens T ...] [--peers P ...] [--portable] [--before LIBRARY] [--json FILE]
+turns.py [--dtype bf16|fp8|mxfp4|int4|int4_g128|nvfp4] [--shape S] [--tokens T ...] [--peers P ...] [--portable] [--before LIBRARY]
+         [--json FILE]
 """
 
 import importlib
@@ -23,14 +24,15 @@ PEERS = {
     "deepgemm": ("deepgemm_layer", ["fp8"]),
     "deepgemm_masked": ("deepgemm_masked_layer", ["fp8"]),
     "triton_kernels": ("triton_kernels_layer", ["mxfp4"]),
-    "humming": ("humming_layer", ["int4"]),
+    "humming": ("humming_layer", ["int4", "int4_g128"]),
+    "marlin": ("marlin_layer", ["int4", "int4_g128", "mxfp4"]),
 }
 
-# What one H200 reaches: bytes/s read, and operations/s of products by format (docs/measurements/gpu-experts.md).
+# What one H200 reaches: bytes/s read, and operations/s of bf16 and FP8 products (docs/measurements/gpu-experts.md).
 MEMORY = 4.5e12
-PRODUCTS = {"bf16": 873e12, "fp8": 1330e12, "mxfp4": 873e12, "int4": 873e12, "nvfp4": 873e12}
+PRODUCTS = {"bf16": 873e12, "fp8": 1330e12}
 # Bytes of a weight with its scales.
-WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 0.5 + 1 / 32, "int4": 0.5 + 2 / 32, "nvfp4": 0.5 + 1 / 16}
+WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "mxfp4": 0.5 + 1 / 32, "int4": 0.5 + 2 / 32, "int4_g128": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
 
 
 def floor_us(shape, dtype, tokens):
@@ -38,7 +40,8 @@ def floor_us(shape, dtype, tokens):
     active = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
     weights = 3 * shape.hidden * shape.width
     read = active * weights * WEIGHT_BYTES[dtype] / MEMORY
-    return max(read, 2 * tokens * shape.top_k * weights / PRODUCTS[dtype]) * 1e6
+    products = PRODUCTS.get(dtype, PRODUCTS["bf16"])  # 4-bit weights are widened to bf16
+    return max(read, 2 * tokens * shape.top_k * weights / products) * 1e6
 
 
 def contenders(args):

@@ -79,9 +79,9 @@ struct Layer {
     top_k: usize,
     /// Experts that the GPU owns or has copies of.
     on_gpu: usize,
-    /// Bytes of an expert in the GPU's memory, and of a copy to it.
+    /// Bytes of an expert in the GPU's memory.
     gpu_bytes: f64,
-    /// Bytes of an expert in host memory.
+    /// Bytes of an expert in host memory, and of a copy to the GPU.
     host_bytes: f64,
     /// Bytes of gate and shared experts, which every step reads on the GPU.
     always_bytes: f64,
@@ -109,7 +109,8 @@ impl MemoryRates {
     pub(crate) fn stream_rows(&self, spec: &ModelSpec, products: Fp8Products, cores: usize) -> usize {
         let of_layer = |moe: &MoeLayer| {
             let experts = &moe.experts;
-            let copy = experts.bytes as f64 / (self.pcie * 1e9);
+            let bytes = gpu::Stored::routed(experts).bytes_on_cpu(spec.hidden, experts.width);
+            let copy = bytes as f64 / (self.pcie * 1e9);
             let operations = 6.0 * (experts.width * spec.hidden) as f64;
             let of_row = operations / (cores.max(1) as f64 * self.core_gflops * 1e9);
             (copy / of_row * experts.count as f64 / moe.gate.top_k as f64).ceil() as usize
@@ -166,7 +167,7 @@ impl Layer {
             (read.max(computed), Bound::Gpu),
             (touched * by_cpus * self.host_bytes / host_rate, Bound::HostMemory),
             (choices * by_cpus * self.row_operations / core_rate, Bound::CpuProducts),
-            (copied * self.gpu_bytes / pcie_rate, Bound::Pcie),
+            (copied * self.host_bytes / pcie_rate, Bound::Pcie),
         ]
         .into_iter()
         .fold((0.0, Bound::Gpu), |longest, part| if part.0 > longest.0 { part } else { longest })
@@ -221,7 +222,7 @@ fn layer(spec: &ModelSpec, products: Fp8Products, moe: &MoeLayer, on_gpu: usize)
         top_k: moe.gate.top_k,
         on_gpu: on_gpu.min(experts.count),
         gpu_bytes: of(gpu::Stored::routed(experts), experts.width, experts.biases),
-        host_bytes: experts.bytes as f64,
+        host_bytes: gpu::Stored::routed(experts).bytes_on_cpu(spec.hidden, experts.width) as f64,
         always_bytes: gate_bytes
             + shared.map_or(0.0, |shared| of(gpu::Stored::shared(shared), shared.width, shared.biases)),
         row_operations: operations(experts.width),
@@ -335,16 +336,19 @@ mod tests {
     fn more_cores_move_the_break_even_and_some_formats_have_none() {
         use expertd_model::Checkpoint;
         use expertd_model::synth::{self, SynthConfig, SynthFormat};
-        let rows = |format, cores| {
+        let rows = |format, cores, products| {
             let folder = tempfile::tempdir().unwrap();
             let sizes = SynthConfig { experts: 128, top_k: 8, format, ..SynthConfig::new("qwen3_moe") };
             synth::write(&sizes, folder.path()).unwrap();
             let spec = Checkpoint::open(folder.path()).unwrap().spec().clone();
-            MemoryRates::default().stream_rows(&spec, Fp8Products::NONE, cores)
+            MemoryRates::default().stream_rows(&spec, products, cores)
         };
         // 16 experts for each choice, two bytes for six operations, 14 × 59 / 55.
-        assert_eq!(rows(SynthFormat::Bf16, 14), 241);
-        assert_eq!(rows(SynthFormat::Bf16, 28), 481);
-        assert_eq!(rows(SynthFormat::Int4, 14), usize::MAX);
+        assert_eq!(rows(SynthFormat::Bf16, 14, Fp8Products::NONE), 241);
+        assert_eq!(rows(SynthFormat::Bf16, 28, Fp8Products::NONE), 481);
+        // 9 of 32 bytes: four bits and an f16 scale of 32 columns for each element.
+        assert_eq!(rows(SynthFormat::Int4, 14, Fp8Products::NONE), 68);
+        assert_eq!(rows(SynthFormat::Mxfp4, 14, Fp8Products::OF_FP8), 68);
+        assert_eq!(rows(SynthFormat::Mxfp4, 14, Fp8Products::OF_MXFP4), usize::MAX);
     }
 }

@@ -31,7 +31,7 @@ use expertd_types::{ExpertId, ExpertOwners, ExpertPlacement, Fp8Products, LayerI
 /// Marks the memory as packed weights of CPU ranks.
 const MAGIC: [u8; 8] = *b"xpdcpuwt";
 /// Changes with every change of the layout, also of packed matrices.
-const LAYOUT: u32 = 4;
+const LAYOUT: u32 = 5;
 /// Alignment of every part, in bytes.
 const ALIGN: u64 = 64;
 /// Upper bound of the bytes that one part takes in the index.

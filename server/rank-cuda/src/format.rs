@@ -15,6 +15,8 @@ const UNIT_COLS: usize = 128;
 pub(crate) const INT4_COLS: usize = 32;
 /// Columns that share a scale of NVFP4 weights.
 pub(crate) const NVFP4_COLS: usize = 16;
+/// Columns of a block of a matrix that is packed for processors.
+const BLOCK_COLS: usize = 32;
 /// Columns that share an exponent of MXFP4 and MXFP8 weights.
 pub(crate) const MX_COLS: usize = 32;
 
@@ -113,11 +115,41 @@ impl Stored {
         }
     }
 
+    /// Bytes of one expert in the memory of a CPU rank, which a copy to a GPU moves: elements as stored, in blocks of 32 columns with
+    /// their scales (`server/compute/src/linalg/packed.rs`). Padding of rows and biases are not counted.
+    #[must_use]
+    pub fn bytes_on_cpu(self, hidden: usize, inter: usize) -> usize {
+        let groups = match self.scale_cols {
+            Some(cols) if cols % BLOCK_COLS != 0 => BLOCK_COLS.div_ceil(cols),
+            _ => 1,
+        };
+        let is_whole = |unit: usize| self.scale_cols.is_none_or(|cols| cols.is_multiple_of(unit));
+        // Of a row: bytes of a block, and further scales, which span blocks.
+        let (block, spanning) = match self.format {
+            WeightFormat::Bf16 | WeightFormat::F16 => (BLOCK_COLS * 2, None),
+            WeightFormat::Fp8E4m3 if is_whole(BLOCK_COLS) => {
+                (BLOCK_COLS, Some(self.scale_cols.unwrap_or(usize::MAX)))
+            }
+            WeightFormat::Mxfp4 => (BLOCK_COLS / 2 + 2, None),
+            WeightFormat::Mxfp8 => (BLOCK_COLS + 2, None),
+            WeightFormat::Nvfp4 if is_whole(8) => (BLOCK_COLS / 2 + 2 * groups, Some(usize::MAX)),
+            WeightFormat::Int4 if is_whole(8) => {
+                (BLOCK_COLS / 2 + (2 + usize::from(self.zero_points)) * groups, None)
+            }
+            // The kernels of CPUs read values where they cannot read scales.
+            _ => (BLOCK_COLS * 4, None),
+        };
+        let bytes = |rows: usize, cols: usize| {
+            rows * (cols.div_ceil(BLOCK_COLS) * block + spanning.map_or(0, |of| cols.div_ceil(of) * 4))
+        };
+        bytes(2 * inter, hidden) + bytes(hidden, inter)
+    }
+
     /// Whether a GPU of a mixed group can copy these weights from CPU ranks: a kernel rewrites what they hold.
     #[must_use]
     pub fn is_copied(self, products: Fp8Products) -> bool {
-        let is_plain = matches!(self.format, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32);
-        is_plain && self.on_device(products) == DeviceFormat::Bf16
+        // CPU ranks hold the codes as stored, and no kernel re-encodes them.
+        !(self.format == WeightFormat::Mxfp4 && self.on_device(products) == DeviceFormat::W8a8)
     }
 
     /// The format of these weights on GPU ranks, for people: what it is, and why.
@@ -313,6 +345,37 @@ mod tests {
         for format in [Bf16, Fp8E4m3, Int4, Mxfp8, Nvfp4] {
             let none = of(format).on_device(Fp8Products::NONE);
             assert_eq!(of(format).on_device(of_mxfp4), none, "{format}");
+        }
+    }
+
+    /// CPU ranks hold what `PackedMatrix` says.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn an_expert_takes_the_bytes_of_its_panels_on_cpus() {
+        use WeightFormat::{Bf16, F16, F32, Fp8E4m3, Int4, Mxfp4, Mxfp8, Nvfp4};
+        for (format, scale_cols, zero_points) in [
+            (Bf16, None, false),
+            (F16, None, false),
+            (F32, None, false),
+            (Fp8E4m3, Some(128), false),
+            (Fp8E4m3, Some(64), false),
+            (Fp8E4m3, None, false),
+            (Fp8E4m3, Some(100), false),
+            (Mxfp4, Some(32), false),
+            (Mxfp8, Some(32), false),
+            (Nvfp4, Some(16), false),
+            (Nvfp4, Some(8), false),
+            (Int4, Some(12), false),
+            (Int4, Some(16), true),
+            (Int4, Some(128), false),
+            (Int4, Some(128), true),
+            (Int4, None, false),
+        ] {
+            let stored = Stored { format, scale_cols, zero_points, is_mixed: false };
+            // Multiples of all panels, so that no row is padding.
+            let (hidden, inter) = (192, 256);
+            let packed = crate::experts::bytes_on_cpu(&stored, hidden, inter);
+            assert_eq!(stored.bytes_on_cpu(hidden, inter), packed, "{stored:?}");
         }
     }
 

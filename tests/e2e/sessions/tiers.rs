@@ -7,14 +7,20 @@ use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
 use super::*;
 use crate::tiers::{TOLERANCE, placement, write};
+use crate::tiers_copies::{STREAMED, copied_bytes, slot_memory};
 
 const WORKERS: usize = 2;
 
 /// A mixed group of a fixture with a random placement.
 fn mixed(device: &str) -> Host {
-    let placed = placement(&fixture(FAMILY), WORKERS, &mut expertd_test_seed::rng());
+    mixed_of(FAMILY, device, &[])
+}
+
+fn mixed_of(name: &str, device: &str, more: &[&str]) -> Host {
+    let placed = placement(&fixture(name), WORKERS, &mut expertd_test_seed::rng());
     let (_folder, file) = write(&placed);
-    Host::start(FAMILY, WORKERS as u32 + 1, &["--device", device, "--placement", file.to_str().unwrap()])
+    let flags = ["--device", device, "--placement", file.to_str().unwrap()];
+    Host::start(name, WORKERS as u32 + 1, &[&flags, more].concat())
 }
 
 /// Answers through a host session equal those over gRPC, also after a CPU rank and the source were killed.
@@ -88,6 +94,56 @@ fn cuda_sessions_of_a_source_on_a_gpu() {
         }
     }
     assert_eq!(stream.status().unwrap().failures, 0);
+}
+
+/// Experts of CPU ranks come to the GPU for large steps and to slots, in formats that are rewritten there.
+#[test]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+fn cuda_sessions_of_quantised_experts_that_come_to_a_gpu() {
+    const MEMORY: usize = 16 << 20;
+    let runtime = runtime();
+    for name in ["gpt_oss-mxfp4-odd", "qwen3_moe-int4-gptq", "deepseek_v3-fp8-odd"] {
+        let name = format!("../quantised/{name}");
+        let slots = slot_memory(&fixture(&name)).to_string();
+        let more = [&["--slot-memory", &slots, "--fp8-compute", "bf16"][..], &STREAMED].concat();
+        let host = mixed_of(&name, "cuda,cpu", &more);
+        let client = runtime.block_on(Client::connect(&host.service.address)).unwrap();
+        let device = expertd_rank_cuda::present() - 1;
+        let options = CudaSessionOptions { device, memory_bytes: MEMORY, ..CudaSessionOptions::default() };
+        let session = Arc::new(CudaSession::open(&host.address, &options).unwrap());
+        let stream = SessionStream::new(&session, 0).unwrap();
+        let recorded = fixture(&name).join("golden.safetensors");
+        let mut rows = Rows::new(&recorded, 1, 32).within(TOLERANCE);
+        let layers = rows.layers().to_vec();
+        let output = MEMORY as u64 / 2;
+        for round in 0..20 {
+            let layer = layers[round % layers.len()];
+            let call = PreparedCall {
+                layer,
+                dtype: DType::F32 as u32,
+                max_rows: 32,
+                output,
+                ..PreparedCall::zeroed()
+            };
+            let call = session.prepare(&[call]).unwrap()[0];
+            for tokens in [1, 5, 32] {
+                let (request, wanted) = rows.draw_of(layer, tokens);
+                let Some(Payload::Inline(sent)) = &request.payload else { panic!("{request:?}") };
+                session.memory().write(0, sent).unwrap();
+                stream.call(call, tokens as u32).unwrap();
+                stream.synchronize().unwrap();
+                let mut found = runtime.block_on(client.forward(request.clone(), None)).unwrap();
+                check_within(TOLERANCE, &found, &wanted, &request);
+                let mut over_session = vec![0; found.rows.len()];
+                session.memory().read(MEMORY / 2, &mut over_session).unwrap();
+                found.rows = over_session.into();
+                check_within(TOLERANCE, &found, &wanted, &request);
+            }
+        }
+        assert_eq!(stream.status().unwrap().failures, 0);
+        let copied = runtime.block_on(copied_bytes(&host.service));
+        assert!(copied > 0, "{name}: no expert came to the GPU");
+    }
 }
 
 /// A call of a layer that is whole on the GPU overtakes one that waits for a stopped CPU rank. Its client is told of its end when the

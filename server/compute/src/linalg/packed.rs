@@ -46,6 +46,8 @@ pub struct PackedMatrix {
     pub(super) scales: Storage<f32>,
     /// Blocks of input features that share a vector of scales.
     pub(super) scale_blocks: usize,
+    /// See [`PackedForm`](super::PackedForm).
+    pub(super) has_square_scales: bool,
     /// Scales within the blocks; `None` if the format has none.
     pub(super) groups: Option<GroupLayout>,
 }
@@ -121,6 +123,7 @@ impl PackedMatrix {
             data: Storage::empty(),
             scales: Storage::empty(),
             scale_blocks: scale_cols.map_or(1, |cols| cols.div_ceil(K_BLOCK)),
+            has_square_scales: [first, second].into_iter().all(has_square_scales),
             groups,
         };
         let mut data = AlignedBuffer::zeroed(packed.panels() * packed.panel_bytes());
@@ -259,6 +262,17 @@ fn common_scale_cols(first: &MatrixView<'_>, second: &MatrixView<'_>) -> Option<
     };
     let (first, second) = (cols(first)?, cols(second)?);
     (first == second).then_some(first)
+}
+
+/// Whether 128 neighbouring rows have the same scales of blocks of columns. Scales of whole rows do not count.
+fn has_square_scales(view: &MatrixView<'_>) -> bool {
+    const ROWS: usize = 128;
+    match &view.scales {
+        Scales::Block { block_rows, block_cols, .. } if *block_cols < view.cols => {
+            block_rows.is_multiple_of(ROWS) || *block_rows >= view.rows
+        }
+        _ => true,
+    }
 }
 
 /// The one or two matrices that are packed into one.

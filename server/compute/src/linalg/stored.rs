@@ -29,6 +29,9 @@ pub struct PackedForm {
     pub interleaved: bool,
     /// Blocks of input features that share a vector of scales.
     pub scale_blocks: usize,
+    /// Whether 128 neighbouring output features of each projection, from a multiple of 128 on, have the same FP8 scales, apart from
+    /// those that span all input features.
+    pub has_square_scales: bool,
     /// Scales within the blocks; `None` if the format has none.
     pub groups: Option<GroupLayout>,
 }
@@ -60,6 +63,7 @@ impl PackedMatrix {
             k: self.k,
             interleaved: self.interleaved,
             scale_blocks: self.scale_blocks,
+            has_square_scales: self.has_square_scales,
             groups: self.groups,
         }
     }
@@ -113,7 +117,7 @@ impl PackedMatrix {
         elements: Range<usize>,
         scales: Range<usize>,
     ) -> Result<Self, StoredError> {
-        let PackedForm { level, format, n, k, interleaved, scale_blocks, groups } = form;
+        let PackedForm { level, format, n, k, interleaved, scale_blocks, has_square_scales, groups } = form;
         let active = SimdLevel::active();
         if level != active {
             return Err(StoredError::Level { found: level, expected: active });
@@ -143,6 +147,7 @@ impl PackedMatrix {
             data: Storage::empty(),
             scales: Storage::empty(),
             scale_blocks,
+            has_square_scales,
             groups,
         };
         let wrong = |what, range: Range<usize>, expected| StoredError::Bytes {

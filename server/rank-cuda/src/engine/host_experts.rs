@@ -49,8 +49,8 @@ impl Copyable {
         if left_out > 0 {
             tracing::warn!(
                 layers = left_out,
-                "experts of CPU ranks are not copied to the GPU in these layers, because no kernel rewrites their format; CPU ranks \
-                 compute all of their rows"
+                "experts of CPU ranks are not copied to the GPU in these layers, because no kernel rewrites their format, or because \
+                 they are packed in several ways; CPU ranks compute all of their rows"
             );
         }
         Ok(Copyable { host, copies, slots, experts })

@@ -5,6 +5,7 @@
 //! bf16 (to nearest, ties to even). Codes of other formats are kept for products in bf16; for products in FP8, FP8 codes have another
 //! layout, and MXFP4 codes become FP8 codes. [`Stored::on_device`](crate::Stored::on_device) lists the exceptions and the other formats.
 
+mod cpu_panels;
 mod grouped;
 mod host;
 mod int4;
@@ -12,15 +13,20 @@ mod load;
 mod narrow;
 #[cfg(test)]
 mod pack_tests;
+#[cfg(test)]
+mod repack_tests;
 mod space;
 #[cfg(test)]
 mod unit_tests;
 
 pub use crate::format::DeviceFormat;
 pub(crate) use crate::format::padded;
+pub(crate) use cpu_panels::rewriting;
 pub use host::HostBuffer;
 pub use load::{PackOn, UploadError, Uploader, bf16_parts, upload_bytes};
 pub use narrow::Filled;
+#[cfg(test)]
+pub(crate) use repack_tests::bytes_on_cpu;
 pub use space::WeightSpace;
 
 use expertd_kernels::device::{Buffer, Device, DeviceError};

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use expertd_compute::experts::cpu::CpuExpert;
-use expertd_compute::linalg::PackedForm;
+use expertd_compute::linalg::{PackedForm, PackedMatrix};
 use expertd_ipc::SealedMemory;
 use expertd_ipc::control::RankSetup;
 use expertd_kernels::device::{Device, Pinned};
@@ -37,6 +37,33 @@ pub(super) struct HostExpert {
     pub(super) at: usize,
 }
 
+/// Where a matrix of an expert lies, in bytes from the expert's first one on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HostMatrix {
+    pub(super) form: PackedForm,
+    pub(super) elements_at: usize,
+    /// Its scales apart from the elements, which follow these; `None` if there are none.
+    pub(super) scales_at: Option<usize>,
+}
+
+impl HostMatrix {
+    /// A matrix of the expert whose first byte is at address `first`, and the end of the matrix. `None` if it lies elsewhere.
+    fn of(matrix: &PackedMatrix, first: usize) -> Option<(Self, usize)> {
+        let part = |bytes: &[u8]| {
+            let range = bytes.as_ptr_range();
+            Some([range.start.addr().checked_sub(first)?, range.end.addr().checked_sub(first)?])
+        };
+        let [elements_at, end] = part(matrix.elements())?;
+        let form = matrix.form();
+        if matrix.scales().is_empty() {
+            return Some((HostMatrix { form, elements_at, scales_at: None }, end));
+        }
+        let [scales_at, scales_end] = part(bytemuck::cast_slice(matrix.scales()))?;
+        let of_matrix = HostMatrix { form, elements_at, scales_at: Some(scales_at) };
+        (scales_at >= end).then_some((of_matrix, scales_end))
+    }
+}
+
 /// The experts of a layer that CPU ranks own, all packed alike.
 #[derive(Debug)]
 pub(super) struct HostLayer {
@@ -44,10 +71,8 @@ pub(super) struct HostLayer {
     pub(super) experts: Vec<HostExpert>,
     /// From an expert's first byte to its last one: gate and up, then down, in bytes.
     pub(super) bytes: usize,
-    /// Offset of down.
-    pub(super) down_at: usize,
-    /// How gate and up, and down, are packed.
-    pub(super) forms: [PackedForm; 2],
+    /// Gate and up, and down.
+    pub(super) matrices: [HostMatrix; 2],
     /// `[experts]`: biases of gate `[inter]`, of up and of down `[hidden]`, without padding; empty if there are none.
     pub(super) biases: Vec<[Vec<f32>; 3]>,
 }
@@ -209,25 +234,20 @@ impl HostLayer {
         for (memory, held) in held.iter().enumerate() {
             let base = (**held.memory()).as_ref().as_ptr().addr();
             for (number, expert) in held.experts(layer) {
-                let [gate_up, down] = expert.matrices();
-                let (first, second) = (gate_up.elements(), down.elements());
-                let at = first.as_ptr().addr() - base;
-                let down_at = second.as_ptr().addr().checked_sub(first.as_ptr().addr())?;
-                let forms = [gate_up.form(), down.form()];
+                let first = expert.matrices()[0].elements().as_ptr().addr();
+                let [gate_up, down] = expert.matrices().map(|matrix| HostMatrix::of(matrix, first));
+                let (matrices, bytes) = ([gate_up?.0, down?.0], down?.1);
                 let all = all.get_or_insert_with(|| HostLayer {
                     experts: Vec::new(),
-                    bytes: down_at + second.len(),
-                    down_at,
-                    forms,
+                    bytes,
+                    matrices,
                     biases: Vec::new(),
                 });
                 // A copy of several experts is repacked at once, so that all must look alike.
-                let is_alike =
-                    (all.down_at, all.bytes, all.forms) == (down_at, down_at + second.len(), forms);
-                if !is_alike {
+                if (all.bytes, all.matrices) != (bytes, matrices) {
                     return None;
                 }
-                all.experts.push(HostExpert { expert: number, memory, at });
+                all.experts.push(HostExpert { expert: number, memory, at: first - base });
                 if !expert.biases()[0].is_empty() {
                     all.biases.push(plain_biases(expert));
                 }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event;
-use expertd_kernels::experts::{self, FROM_BF16, FROM_F16, FROM_F32, PACK_DOWN, PACK_GATE_UP, RepackParams};
-use expertd_model::{ModelSpec, WeightFormat};
+use expertd_kernels::experts::{self, RepackParams};
+use expertd_model::ModelSpec;
 
 use super::memory::{HostExpert, HostExperts, HostLayer};
 use crate::engine::fault::CudaFault;
 use crate::engine::layers::Layer;
-use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded};
+use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded, rewriting};
 
 /// Distance of experts in staging is a multiple of it.
 const ALIGNMENT: usize = 256;
@@ -44,6 +44,8 @@ pub(super) struct HostCopy {
     hidden: usize,
     width: usize,
     of_host: HostLayer,
+    /// How gate and up, and down, are rewritten, without addresses and sizes.
+    rewriting: [RepackParams; 2],
     /// Bytes from an expert to the next one in staging.
     stride: usize,
     /// Biases of gate and up `[experts, 2, inter]` and of down `[experts, hidden]`, padded, which are small enough to stay on the GPU.
@@ -64,14 +66,24 @@ impl HostCopy {
         let of = |layer: &Option<Layer>| {
             let layer = layer.as_ref().filter(|layer| !layer.is_whole);
             let of_host = layer.and_then(|layer| host.take(layer.index));
-            let both = layer.zip(of_host).filter(|(layer, of_host)| is_rewritten(layer.format, of_host));
-            both.map(|(layer, of_host)| HostCopy::new(device, spec.hidden, layer, of_host).map(Arc::new))
-                .transpose()
+            let of_both = layer.zip(of_host).and_then(|(layer, of_host)| {
+                let [gate_up, down] = of_host.matrices.map(|matrix| rewriting(&matrix.form, layer.format));
+                Some((layer, of_host, [gate_up?, down?]))
+            });
+            let copy = of_both.map(|(layer, of_host, rewriting)| {
+                HostCopy::new(device, spec.hidden, layer, (of_host, rewriting)).map(Arc::new)
+            });
+            copy.transpose()
         };
         layers.iter().map(of).collect()
     }
 
-    fn new(device: &Device, hidden: usize, layer: &Layer, of_host: HostLayer) -> Result<Self, DeviceError> {
+    fn new(
+        device: &Device,
+        hidden: usize,
+        layer: &Layer,
+        (of_host, rewriting): (HostLayer, [RepackParams; 2]),
+    ) -> Result<Self, DeviceError> {
         let width = layer.spec.experts.width;
         let (wide, inter) = (padded(hidden), layer.format.padded_inter(width));
         let biases = if of_host.biases.is_empty() {
@@ -96,6 +108,7 @@ impl HostCopy {
             width,
             stride: of_host.bytes.next_multiple_of(ALIGNMENT),
             of_host,
+            rewriting,
             biases,
         })
     }
@@ -122,7 +135,10 @@ impl HostCopy {
 
     /// Takes places for `count` of them in the form that kernels multiply.
     pub(super) fn place(&self, space: &mut WeightSpace, count: usize) -> CudaExperts {
-        CudaExperts::place(space, self.format, count, self.hidden, self.width, self.biases.is_some())
+        let has_biases = self.biases.is_some();
+        let mut places = CudaExperts::place(space, self.format, count, self.hidden, self.width, has_biases);
+        places.set_block_scales(self.of_host.matrices.iter().all(|matrix| matrix.form.has_square_scales));
+        places
     }
 
     /// Whether copy engines can read them.
@@ -176,31 +192,25 @@ impl HostCopy {
         let [gate_up, down] = places.format().matrix_bytes(hidden, inter);
         let weights = places.weights();
         let staged = staging.memory.address();
-        let of = |form: usize, kind, source, panels: u64, panel_stride: usize| {
-            let form = &self.of_host.forms[form];
-            RepackParams {
-                source,
-                panels: panels + (first * panel_stride) as u64,
+        let rows = [2 * inter, hidden];
+        let at = |base: u64, bytes: usize| if base == 0 { 0 } else { base + (first * bytes) as u64 };
+        for (matrix, panels, row_scales, panel_stride, rows) in [
+            (0, weights.gate_up, weights.gate_up_scale, gate_up, rows[0]),
+            (1, weights.down, weights.down_scale, down, rows[1]),
+        ] {
+            let from = &self.of_host.matrices[matrix];
+            let params = RepackParams {
+                source: staged + from.elements_at as u64,
+                scales: from.scales_at.map_or(0, |offset| staged + offset as u64),
+                panels: at(panels, panel_stride),
+                row_scales: at(row_scales, rows * size_of::<f32>()),
                 source_stride: self.stride as u64,
                 panel_stride: panel_stride as u64,
                 experts: experts.len() as i32,
                 hidden: hidden as i32,
                 inter: inter as i32,
-                kind,
-                source_features: (if form.interleaved { form.n / 2 } else { form.n }) as i32,
-                source_k: form.k as i32,
-                width: form.level.panel_width() as i32,
-                source_format: match form.format {
-                    WeightFormat::F16 => FROM_F16,
-                    WeightFormat::F32 => FROM_F32,
-                    _ => FROM_BF16,
-                },
-            }
-        };
-        for params in [
-            of(0, PACK_GATE_UP, staged, weights.gate_up, gate_up),
-            of(1, PACK_DOWN, staged + self.of_host.down_at as u64, weights.down, down),
-        ] {
+                ..self.rewriting[matrix]
+            };
             // SAFETY: the caller's promise.
             unsafe { experts::repack(&params, on.raw())? };
         }
@@ -229,7 +239,14 @@ impl HostCopy {
         on: &Stream,
     ) -> Result<(), CudaFault> {
         let [gate_up, down] = places.format().matrix_bytes(places.hidden(), places.inter());
-        for (at, bytes) in [(places.weights().gate_up, gate_up), (places.weights().down, down)] {
+        let weights = places.weights();
+        let parts = [
+            (weights.gate_up, gate_up),
+            (weights.down, down),
+            (weights.gate_up_scale, 2 * places.inter() * size_of::<f32>()),
+            (weights.down_scale, places.hidden() * size_of::<f32>()),
+        ];
+        for (at, bytes) in parts.into_iter().filter(|(at, _)| *at != 0) {
             // SAFETY: the caller's promise.
             unsafe { event::fill(on, at + (first * bytes) as u64, 0xff, count * bytes)? };
         }
@@ -246,11 +263,4 @@ impl Staging {
         // SAFETY: the caller's promise.
         unsafe { event::fill(on, self.memory.address(), 0xff, self.memory.len()) }
     }
-}
-
-/// Whether a kernel rewrites experts of this form to the format that this GPU multiplies.
-fn is_rewritten(format: DeviceFormat, of_host: &HostLayer) -> bool {
-    let is_plain =
-        |form: WeightFormat| matches!(form, WeightFormat::Bf16 | WeightFormat::F16 | WeightFormat::F32);
-    format == DeviceFormat::Bf16 && of_host.forms.iter().all(|form| is_plain(form.format))
 }
