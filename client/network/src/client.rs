@@ -5,10 +5,11 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use expertd_session::memory::{ServiceRings, SessionMemory};
-use expertd_session::wire::{CompletionRecord, MAX_CLIENT_FRAME, RequestRecord, frame};
+use expertd_session::pieces::Pieces;
+use expertd_session::wire::{CompletionRecord, MAX_CALLS, MAX_CLIENT_FRAME, RequestRecord, frame};
 use expertd_session::{Session, SessionOptions, socket};
 use expertd_shm::WaitPolicy;
 use expertd_shm::wait::SPIN_TIME;
@@ -82,10 +83,10 @@ impl ClientEnd {
         self.memory.rows().len()
     }
 
-    /// Largest number of calls in flight.
+    /// Calls of the service's session: large calls travel as several.
     #[must_use]
-    pub const fn calls(&self) -> u32 {
-        self.memory.calls()
+    pub fn calls(&self) -> u32 {
+        Pieces::of_calls(self.memory.calls(), MAX_CALLS)
     }
 
     /// Connects to the service's agent and starts the relay. `on_end` is called when the session has ended.
@@ -141,23 +142,26 @@ impl ClientEnd {
         socket::send(client, frame::MODEL, &opened.model)?;
         socket::send(client, frame::OPENED, bytemuck::bytes_of(&record))?;
         socket::send_region(client, memory.region())?;
-        let mut relay = Relay::new(endpoint, opened.hidden);
+        let mut relay = Relay::new(endpoint, opened.hidden, Duration::from_micros(opened.spin_us.into()));
+        let mut pieces = Pieces::new(memory.calls(), Pieces::of_calls(memory.calls(), MAX_CALLS));
         let mut waiting = Waiting::new(Spin { computing: spin, between: spin });
         while !end.has_ended() {
-            let mut worked = take_completions(&mut relay, &memory, &mut rings)?;
+            let mut worked = take_completions(&mut relay, &mut pieces, &memory, &mut rings)?;
             while let Some(request) = rings.requests.try_pop()? {
-                start(&mut relay, &memory, &mut rings, request)?;
+                start(&relay, &mut pieces, &memory, &mut rings, request)?;
                 worked = true;
             }
+            worked |= send_pieces(&mut relay, &mut pieces)?;
             if worked {
                 waiting.restart();
                 continue;
             }
-            let is_expecting = !relay.calls.is_empty();
+            let is_expecting = !pieces.is_empty();
             let Some(mut pause) = waiting.pause(relay.is_moving(), is_expecting) else { continue };
             if !is_expecting {
                 pause = IDLE;
-            } else if waiting.asks() {
+            }
+            if waiting.asks(is_expecting) {
                 relay.send_alive()?;
             }
             let policy = WaitPolicy::within(Duration::ZERO, pause);
@@ -168,7 +172,8 @@ impl ClientEnd {
                 rings.requests.try_pop().map(|request| request.map(Some)).transpose()
             });
             if let Ok(Some(request)) = woken.unwrap_or(Ok(None)) {
-                start(&mut relay, &memory, &mut rings, request)?;
+                start(&relay, &mut pieces, &memory, &mut rings, request)?;
+                send_pieces(&mut relay, &mut pieces)?;
                 waiting.restart();
             }
         }
@@ -192,22 +197,34 @@ fn own_spin(opened: &Opened) -> Duration {
     if cores >= SPARE_CORES { advised.max(SPIN_TIME) } else { advised }
 }
 
-/// Sends a call to the service; answers one whose bytes cannot travel.
+/// Takes a call of the client; answers one whose bytes cannot travel.
 fn start(
-    relay: &mut Relay,
+    relay: &Relay,
+    pieces: &mut Pieces,
     memory: &SessionMemory,
     rings: &mut ServiceRings,
     request: RequestRecord,
 ) -> Result<(), NetworkError> {
-    let places = relay.places.of_request(&request).filter(|_| relay.places.of_answer(&request).is_some());
-    let Some(places) = places else {
-        let text = "tokens must not be 0, and rows, routing and output of a call must lie in the session's memory; over a network, k must be given";
-        complete(rings, &CompletionRecord::failed(request.call, INVALID_ARGUMENT, text))?;
-        memory.client_bell().ring();
+    if let Some((read, written)) = relay.places.of_request(&request).zip(relay.places.of_answer(&request)) {
+        pieces.start(request, &read, &written, Instant::now());
         return Ok(());
-    };
-    relay.calls.insert(request.call, request);
-    relay.send(&request, &places)
+    }
+    let text = "tokens must not be 0, and rows, routing and output of a call must lie in the session's memory; over a network, k must be given";
+    complete(rings, &CompletionRecord::failed(request.call, INVALID_ARGUMENT, text))?;
+    memory.client_bell().ring();
+    Ok(())
+}
+
+/// Sends the calls, or pieces of them, that may travel now. Returns whether there were any.
+fn send_pieces(relay: &mut Relay, pieces: &mut Pieces) -> Result<bool, NetworkError> {
+    let mut has_sent = false;
+    while let Some(piece) = pieces.next(relay.endpoint.is_sending(), Instant::now()) {
+        let places = relay.places.of_request(&piece).unwrap_or_default();
+        relay.calls.insert(piece.call, piece);
+        relay.send(&piece, &places)?;
+        has_sent = true;
+    }
+    Ok(has_sent)
 }
 
 fn complete(rings: &mut ServiceRings, completion: &CompletionRecord) -> Result<(), NetworkError> {
@@ -220,21 +237,24 @@ fn complete(rings: &mut ServiceRings, completion: &CompletionRecord) -> Result<(
 /// Passes the completions that have arrived to the client. Returns whether anything has.
 fn take_completions(
     relay: &mut Relay,
+    pieces: &mut Pieces,
     memory: &SessionMemory,
     rings: &mut ServiceRings,
 ) -> Result<bool, NetworkError> {
-    let Relay { endpoint, places, calls, is_receiving, .. } = relay;
+    let Relay { endpoint, places, calls, is_receiving, last, .. } = relay;
     let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
-        (*is_receiving, is_event) = (is_coming(message), true);
+        (*is_receiving, *last, is_event) = (is_coming(message), Instant::now(), true);
         if *is_receiving {
             return Ok(());
         }
         let Some(completion) = accept_completion(message, memory.rows(), places, calls)? else {
             return Ok(());
         };
-        complete(rings, &completion)?;
-        count += 1;
+        if let Some(completion) = pieces.complete(&completion, Instant::now()) {
+            complete(rings, &completion)?;
+            count += 1;
+        }
         Ok(())
     })?;
     if count > 0 {

@@ -18,6 +18,9 @@ pub const LONG_PAUSE: Duration = Duration::from_micros(100);
 /// A pause is this part of the time since the last event, so that a call takes at most so much longer for it.
 const PART: u32 = 8;
 const RECENT: Duration = Duration::from_secs(1);
+/// How often a client without calls asks for a sign of life. It notices a broken connection before its next call, and keeps the state that
+/// firewalls have of the connection.
+const IDLE_ASK: Duration = Duration::from_secs(10);
 /// The pause after that.
 const RARE_PAUSE: Duration = Duration::from_millis(1);
 
@@ -35,15 +38,20 @@ pub struct Relay {
     pub calls: HashMap<u64, RequestRecord>,
     /// Whether the peer is writing many bytes.
     pub is_receiving: bool,
+    /// When the last message was sent or has arrived.
+    pub last: Instant,
+    /// How long the peer polls without a pause after a message.
+    spin: Duration,
     message: Vec<u8>,
 }
 
 impl Relay {
-    /// A relay for rows of `hidden` elements.
+    /// A relay for rows of `hidden` elements. The peer spins for `spin` at least.
     #[must_use]
-    pub fn new(endpoint: Endpoint, hidden: u32) -> Self {
+    pub fn new(endpoint: Endpoint, hidden: u32, spin: Duration) -> Self {
         let places = Places { hidden: hidden as usize, rows_bytes: endpoint.rows().len() };
-        Relay { endpoint, places, calls: HashMap::new(), is_receiving: false, message: Vec::new() }
+        let (calls, last) = (HashMap::new(), Instant::now());
+        Relay { endpoint, places, calls, is_receiving: false, last, spin, message: Vec::new() }
     }
 
     /// Sends a record with the bytes of its places.
@@ -52,9 +60,12 @@ impl Relay {
     /// As [`Endpoint::send`].
     pub fn send<R: Record>(&mut self, record: &R, places: &[Place]) -> Result<(), NetworkError> {
         let apart = encode(record, self.endpoint.rows(), places, &mut self.message);
-        if !apart.is_empty() {
+        let now = Instant::now();
+        let is_polled = now.saturating_duration_since(self.last) < self.spin;
+        if !apart.is_empty() && !is_polled {
             self.endpoint.send(&[], bytemuck::bytes_of(&COMING_MESSAGE))?;
         }
+        self.last = now;
         self.endpoint.send(apart, &self.message)
     }
 
@@ -159,9 +170,10 @@ impl Waiting {
         self.last = Instant::now();
     }
 
-    /// Whether to ask for a sign of life: once a second while there is no event.
-    pub fn asks(&mut self) -> bool {
-        let asks = self.last.elapsed() >= RECENT && self.asked.elapsed() >= RECENT;
+    /// Whether to ask for a sign of life: while there is no event once a second, or, if no call is in flight, every ten seconds.
+    pub fn asks(&mut self, is_expecting: bool) -> bool {
+        let period = if is_expecting { RECENT } else { IDLE_ASK };
+        let asks = self.last.elapsed() >= period && self.asked.elapsed() >= period;
         if asks {
             self.asked = Instant::now();
         }

@@ -9,6 +9,7 @@
 //! * [`memory`]: the service's view of a region, which a client may write at any time.
 //! * [`socket`]: frames over the session socket.
 //! * [`Session`]: the client.
+//! * [`pieces`]: how large calls of network sessions are divided.
 //! * [`cuda`]: sessions whose rows lie in the memory of the client's GPU.
 //!
 //! ```no_run
@@ -31,6 +32,8 @@ pub mod client;
 pub mod cuda;
 pub mod devices;
 pub mod memory;
+pub mod pieces;
+pub mod places;
 pub mod socket;
 pub mod wire;
 

@@ -1,11 +1,12 @@
 //! Ends of agents, clients, ranks and services.
 
+use std::net::{Shutdown, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use expertd_client::network;
 use expertd_client::session::{SessionClient, SessionError};
-use rustix::process::Signal;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open};
 
 use super::{FAMILY, LOST, agents, library, open, options, sessions, start, try_open};
 use crate::service::load::{Rows, check};
@@ -137,4 +138,37 @@ fn a_drain_ends_sessions_with_a_reason() {
     eventually(LOST, "the session has ended", || {
         matches!(session.forward(&request, LOST), Err(SessionError::Ended { .. }))
     });
+}
+
+/// Shuts down the TCP connections of a process, as a middlebox does that resets them. Returns their number.
+fn reset_connections(pid: u32) -> usize {
+    let process = pidfd_open(Pid::from_raw(pid.cast_signed()).unwrap(), PidfdFlags::empty()).unwrap();
+    let names = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|fd| fd.unwrap().file_name());
+    let descriptors = names.filter_map(|name| name.to_str()?.parse().ok());
+    let sockets = descriptors.filter_map(|fd| pidfd_getfd(&process, fd, PidfdGetfdFlags::empty()).ok());
+    let connections = sockets.map(TcpStream::from).filter(|socket| socket.peer_addr().is_ok());
+    connections.map(|socket| socket.shutdown(Shutdown::Both).unwrap()).count()
+}
+
+/// The calls that opened the sessions live on.
+#[test]
+#[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
+fn broken_data_connections_end_their_sessions_long_before_a_deadline() {
+    let service = start(FAMILY, 1, &[]);
+    let (calling, idle) = (open(&service), open(&service));
+    let (request, wanted) = Rows::new(&golden(FAMILY), 4, 64).draw();
+    for session in [&calling, &idle] {
+        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+    }
+    for agent in agents(&service) {
+        assert!(reset_connections(agent) > 0, "agent {agent} has no connection");
+    }
+    let begun = Instant::now();
+    let failed = calling.forward(&request, 2 * LOST);
+    assert!(matches!(failed, Err(SessionError::Ended { .. })), "{failed:?}");
+    assert!(begun.elapsed() < LOST, "the call failed after {:?}", begun.elapsed());
+    eventually(LOST, "a session without calls ends", || {
+        sessions(&service).is_empty() && agents(&service).is_empty()
+    });
+    assert!(matches!(idle.forward(&request, LOST), Err(SessionError::Ended { .. })));
 }

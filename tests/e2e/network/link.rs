@@ -186,13 +186,14 @@ fn a_link_that_delays_drops_and_breaks() {
         let before = counts()[0];
         eventually(LOST, what, || counts()[0] > before + 20);
     };
-    // A pause of the machine is longer than a call's deadline: calls of one part may fail, those of all parts may not.
+    // A pause of the machine can be longer than a call's deadline: calls of one part of five may fail.
     let fails_over_a_good_link = || {
         let failed = counts()[1];
         answered_more("calls over a good link");
         counts()[1] > failed
     };
-    assert!(!(0..5).all(|_| fails_over_a_good_link()), "calls over a good link failed");
+    let failed = (0..5).filter(|_| fails_over_a_good_link()).count();
+    assert!(failed <= 1, "calls over a good link failed in {failed} parts of five");
     wire.delay_us.store(2_000, Relaxed);
     wire.lost.store(20, Relaxed);
     answered_more("calls over a link that delays and drops");

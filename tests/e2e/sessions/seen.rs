@@ -94,6 +94,15 @@ fn operators_see_sessions_and_their_calls() {
         value(&host, "expertd_sessions", "") + value(&host, "expertd_session_bytes", "") == 0.0
     });
     assert!(host.status(&runtime).sessions.is_empty());
+    // Nothing is counted a second time, now that all is over.
+    assert_eq!((calls("OK"), calls("NOT_FOUND")), (3.0, 1.0));
+    for (name, label, wanted) in [
+        ("expertd_sessions_opened_total", "", 2.0),
+        ("expertd_sessions_refused_total", "", 1.0),
+        ("expertd_request_duration_seconds_count", "method=\"Session\"", 4.0),
+    ] {
+        assert_eq!(value(&host, name, label), wanted, "{name}");
+    }
 }
 
 #[test]
