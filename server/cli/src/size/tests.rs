@@ -107,7 +107,8 @@ fn mxfp4_multiplied_in_fp8_takes_the_memory_of_a_wider_multiple() {
         MemoryNeeds::new(checkpoint.spec(), &Cli::try_parse_from(line).unwrap().size).unwrap().weights[0]
     };
     let (widened, fp8) = (weights(&["bf16", "--device", "cuda"]), weights(&["fp8", "--device", "cuda"]));
-    assert!(fp8 > widened * 12 / 10 && fp8 < widened * 14 / 10, "{widened} {fp8}");
+    // 96 units for each expert instead of 80; gates are as large.
+    assert!(fp8 > widened * 11 / 10 && fp8 < widened * 12 / 10, "{widened} {fp8}");
     assert_eq!(weights(&["bf16"]), weights(&["fp8"]));
 }
 
