@@ -243,12 +243,14 @@ async fn begin(
 }
 
 fn from_wire(opened: NetworkSessionOpened) -> Opened {
+    let model = opened.model.unwrap_or_default();
     Opened {
         card: Card { metadata: opened.metadata.to_vec(), rows_address: opened.rows_address },
         session: opened.session,
         hidden: opened.hidden,
         spin_us: opened.spin_us,
-        model: opened.model.unwrap_or_default().encode_to_vec(),
+        most_rows: model.limits.map_or(u32::MAX, |limits| limits.max_tokens_per_request),
+        model: model.encode_to_vec(),
     }
 }
 

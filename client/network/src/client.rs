@@ -40,6 +40,8 @@ pub struct Opened {
     pub hidden: u32,
     /// How long threads should spin; 0 where the service's cores are scarce.
     pub spin_us: u32,
+    /// Rows of a call, at most.
+    pub most_rows: u32,
     /// An encoded `expertd.v1.GetModelResponse`.
     pub model: Vec<u8>,
 }
@@ -143,7 +145,8 @@ impl ClientEnd {
         socket::send(client, frame::OPENED, bytemuck::bytes_of(&record))?;
         socket::send_region(client, memory.region())?;
         let mut relay = Relay::new(endpoint, opened.hidden, Duration::from_micros(opened.spin_us.into()));
-        let mut pieces = Pieces::new(memory.calls(), Pieces::of_calls(memory.calls(), MAX_CALLS));
+        let in_flight = Pieces::of_calls(memory.calls(), MAX_CALLS);
+        let mut pieces = Pieces::new(memory.calls(), in_flight, opened.most_rows);
         let mut waiting = Waiting::new(Spin { computing: spin, between: spin });
         while !end.has_ended() {
             let mut worked = take_completions(&mut relay, &mut pieces, &memory, &mut rings)?;

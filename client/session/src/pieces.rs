@@ -25,6 +25,8 @@ const DEADLINE_EXCEEDED: u32 = 4;
 pub struct Pieces {
     /// Pieces in flight beyond one for each call, at most.
     spare: usize,
+    /// Rows of a call, at most. The service refuses larger ones, so they are not divided.
+    most_rows: u32,
     calls: HashMap<u64, Whole>,
     /// The calls of the pieces in flight.
     owners: HashMap<u64, u64>,
@@ -52,11 +54,12 @@ struct Whole {
 }
 
 impl Pieces {
-    /// For sessions with `calls` calls, of which the service takes `pieces` at once.
+    /// For sessions with `calls` calls of at most `most_rows` rows, of which the service takes `pieces` at once.
     #[must_use]
-    pub fn new(calls: u32, pieces: u32) -> Self {
+    pub fn new(calls: u32, pieces: u32, most_rows: u32) -> Self {
         Pieces {
             spare: pieces.saturating_sub(calls) as usize,
+            most_rows,
             calls: HashMap::new(),
             owners: HashMap::new(),
             unsent: VecDeque::new(),
@@ -80,7 +83,7 @@ impl Pieces {
     /// Takes a call that reads and writes these places, rows and output first.
     pub fn start(&mut self, request: RequestRecord, read: &[Place], written: &[Place], now: Instant) {
         let row_bytes = read.first().map_or(0, |rows| rows.bytes) / request.tokens.max(1) as usize;
-        let piece = if self.spare == 0 || overlap(read, written) {
+        let piece = if self.spare == 0 || request.tokens > self.most_rows || overlap(read, written) {
             request.tokens
         } else {
             rows_of_pieces(request.tokens, row_bytes)

@@ -127,6 +127,25 @@ fn answers_equal_those_of_grpc() {
     }
 }
 
+#[test]
+#[ignore = "needs NIXL: EXPERTD_NIXL names its folder"]
+fn large_calls_travel_in_pieces_and_larger_ones_are_refused() {
+    const ROWS: usize = 20_000;
+    let service = start(FAMILY, 2, &["--max-tokens-per-request", "20000", "--max-tokens-per-step", "4096"]);
+    let session = open(&service);
+    let mut rows = Rows::new(&golden(FAMILY), 5, 4);
+    let layer = rows.layers()[0];
+    for _ in 0..4 {
+        let (request, wanted) = rows.draw_of(layer, ROWS);
+        check(&session.forward(&request, LOST).unwrap(), &wanted, &request);
+    }
+    let calls = sessions(&service)[0].calls_total;
+    assert!(calls >= 8, "{calls} calls of the service for four of the client");
+    let (request, _) = rows.draw_of(layer, ROWS + 1);
+    let error = session.forward(&request, LOST).unwrap_err();
+    assert!(matches!(&error, SessionError::Status { code: 3, .. }), "{error}");
+}
+
 /// Every thread of an agent has a filter of system calls.
 fn assert_confined(agent: u32) {
     for thread in std::fs::read_dir(format!("/proc/{agent}/task")).unwrap() {

@@ -9,6 +9,7 @@ use super::*;
 use crate::places::Places;
 use crate::wire::ALIGN;
 
+const MOST_ROWS: u32 = 8192;
 const HIDDEN: usize = 2048;
 const PLACES: Places = Places { hidden: HIDDEN, rows_bytes: usize::MAX };
 const ROWS_PER_PIECE: u32 = (PIECE_BYTES / (2 * HIDDEN)) as u32;
@@ -64,7 +65,7 @@ fn sent(pieces: &mut Pieces, now: Instant) -> Vec<RequestRecord> {
 #[test]
 fn a_large_call_travels_in_order_with_few_pieces_ahead() {
     let now = Instant::now();
-    let mut pieces = Pieces::new(1, Pieces::of_calls(1, 1024));
+    let mut pieces = Pieces::new(1, Pieces::of_calls(1, 1024), MOST_ROWS);
     let whole = RequestRecord { timeout_us: 5_000, ..call(7, 2048) };
     start(&mut pieces, whole, now);
     let mut waiting = VecDeque::from([pieces.next(true, now).unwrap()]);
@@ -113,15 +114,17 @@ fn calls_that_are_not_divided() {
         assert!(pieces.next(false, now).is_none());
         assert_eq!(pieces.complete(&done(&piece, 1, 1), now).unwrap().call, request.call);
     };
-    let mut pieces = Pieces::new(4, 8);
+    let mut pieces = Pieces::new(4, 8, MOST_ROWS);
     alone(&mut pieces, call(1, 1));
     alone(&mut pieces, call(2, ROWS_PER_PIECE));
     // The service finds that the call writes what it reads.
     let wrong = call(3, 2048);
     alone(&mut pieces, RequestRecord { output: wrong.rows + 4096 * 1024, ..wrong });
     alone(&mut pieces, RequestRecord { ids: wrong.output + 4096 * 1024, ..wrong });
+    // The service refuses it.
+    alone(&mut pieces, call(5, MOST_ROWS + 1));
     // There is no room for more than one piece of each call.
-    alone(&mut Pieces::new(1024, Pieces::of_calls(1024, 1024)), call(4, 2048));
+    alone(&mut Pieces::new(1024, Pieces::of_calls(1024, 1024), MOST_ROWS), call(4, 2048));
 }
 
 /// The first pieces of a call, of which the second one has other weights than the first.
@@ -142,7 +145,7 @@ fn mixed(pieces: &mut Pieces, now: Instant) -> RequestRecord {
 #[test]
 fn a_call_whose_weights_change_is_computed_again_at_once() {
     let now = Instant::now();
-    let mut pieces = Pieces::new(1, 4);
+    let mut pieces = Pieces::new(1, 4, MOST_ROWS);
     let last = mixed(&mut pieces, now);
     assert!(pieces.complete(&done(&last, 2, 2), now).is_none());
     let again = sent(&mut pieces, now + Duration::from_micros(400));
@@ -161,7 +164,7 @@ fn a_call_whose_weights_change_is_computed_again_at_once() {
 fn a_failed_piece_fails_its_call_when_no_other_is_in_flight() {
     let now = Instant::now();
     for failing in 0..AHEAD {
-        let mut pieces = Pieces::new(1, 4);
+        let mut pieces = Pieces::new(1, 4, MOST_ROWS);
         start(&mut pieces, call(1, 2048), now);
         let first = sent(&mut pieces, now);
         let mut ended = None;
@@ -197,7 +200,7 @@ proptest! {
         let now = Instant::now();
         let calls = 1 << capacity;
         let most = Pieces::of_calls(calls, 1024);
-        let mut pieces = Pieces::new(calls, most);
+        let mut pieces = Pieces::new(calls, most, MOST_ROWS);
         let mut rows: HashMap<u64, Vec<u8>> = HashMap::new();
         let mut failed: HashMap<u64, bool> = HashMap::new();
         let mut in_flight: Vec<RequestRecord> = Vec::new();
