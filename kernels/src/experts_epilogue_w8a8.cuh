@@ -20,9 +20,6 @@ struct Maxima {
     float of[2][STAGING_TOKENS];
 };
 
-// Quantises and stores h. `from` is the warpgroup's first weight row in the segment; `sums` [half][N / 2] are the sums of 64 weight
-// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima. PERMUTED: in the order of
-// w4a8_token_byte.
 // The factors and biases of a thread's rows of gate and up in both halves.
 struct RowFactors {
     float2 scales[2], biases[2];
@@ -32,6 +29,9 @@ struct NoRowFactors { // they are loaded where they are used
     static constexpr bool HELD = false;
 };
 
+// Quantises and stores h. `from` is the warpgroup's first weight row in the segment; `sums` [half][N / 2] are the sums of 64 weight
+// rows each; `even` and `odd` are the two sets of maxima; `exchanges` counts the exchanges of maxima. PERMUTED: in the order of
+// w4a8_token_byte.
 template <bool PERMUTED, int N, class Factors>
 __device__ __forceinline__ void store_h_w8a8(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Segment& segment,
                                              int from, const float* weights, uint32_t staging, Maxima& even, Maxima& odd,

@@ -420,66 +420,6 @@ fn panels_of_cpu_ranks_become_those_of_the_loader() {
     });
 }
 
-/// Kernels rewrite an expert in less time than its copy takes, for which others wait, and say how long.
-#[test]
-#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
-fn rewriting_is_faster_than_copies() {
-    use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W8a8};
-    const ROUNDS: usize = 50;
-    const PCIE_BYTES_PER_SECOND: f64 = 55e9;
-    let device = crate::engine::open::open(0).unwrap();
-    let stream = device.stream().unwrap();
-    let zeros = Case { zeros: true, ..case(WeightFormat::Int4, Int4Zeros, [1, 128]) };
-    let mut slow = Vec::new();
-    for (case, sizes) in [
-        (case(WeightFormat::Bf16, Bf16, [ALL, ALL]), [2048, 768]),
-        (case(WeightFormat::Int4, Int4, [1, 128]), [2048, 768]),
-        (zeros, [2048, 768]),
-        (case(WeightFormat::Nvfp4, Nvfp4, [1, 16]), [2048, 768]),
-        (case(WeightFormat::Mxfp8, Mxfp8, [1, 32]), [2048, 768]),
-        (case(WeightFormat::Fp8E4m3, Fp8, [128, 128]), [2048, 768]),
-        (case(WeightFormat::Fp8E4m3, W8a8, [128, 128]), [2048, 768]),
-        (case(WeightFormat::Mxfp4, Mxfp4, [1, 32]), [2880, 2880]),
-    ] {
-        let (source, params) = of_cpu(&case, sizes, &draw(&case, sizes), SimdLevel::Avx512);
-        let source = Buffer::from_slice(&device, bytemuck::cast_slice::<u128, u64>(&source)).unwrap();
-        let filled = panels(&case, sizes);
-        let to = filled.each_ref().map(|panels| {
-            let elements = Buffer::<u64>::zeroed(&device, panels.elements.len() * 2 + 128).unwrap();
-            (elements, Buffer::<u32>::zeroed(&device, panels.row_scales.len() + 4).unwrap())
-        });
-        // The shortest, because others may use the GPU meanwhile.
-        let mut shortest = f64::MAX;
-        for _ in 0..ROUNDS {
-            let begun = std::time::Instant::now();
-            for ((params, found), (panels, row_scales)) in params.iter().zip(&filled).zip(&to) {
-                let params = RepackParams {
-                    source: source.address() + params.source,
-                    scales: source.address() + params.scales,
-                    panels: panels.address().next_multiple_of(1024),
-                    row_scales: row_scales.address(),
-                    panel_stride: found.bytes as u64,
-                    ..*params
-                };
-                // SAFETY: source and destination are live buffers of the sizes that the parameters say.
-                unsafe { repack(&params, stream.raw()) }.unwrap();
-            }
-            stream.synchronize().unwrap();
-            shortest = shortest.min(begun.elapsed().as_secs_f64());
-        }
-        let seconds = shortest / EXPERTS as f64;
-        let bytes = params[0].source_stride as f64;
-        let copy = bytes / PCIE_BYTES_PER_SECOND;
-        let line =
-            format!("{:?}, {sizes:?}: {:.1} µs, its copy {:.1} µs", case.device, seconds * 1e6, copy * 1e6);
-        println!("{line}");
-        if seconds > copy {
-            slow.push(line);
-        }
-    }
-    assert!(slow.is_empty(), "{slow:#?}");
-}
-
 /// Whether the experts of a case come to the GPU.
 fn is_rewritten(case: &Case, change: impl Fn(&mut [Drawn; 3])) -> [bool; 2] {
     let mut experts = draw(case, [192, 320]);
