@@ -27,8 +27,8 @@ enum ExpertdRepackScales {
     EXPERTD_SCALES_F32 = 2
 };
 
-/* Rewrites one matrix of each of some experts, device to device; source and destination must not overlap. The results are the bytes that
- * a loader packs from the same weights. All formats become bf16. FP8 also becomes FP8 and W8A8 if its scales span multiples of 128 k or all
+/* Rewrites one matrix of each of some experts, device to device; source and destination must not overlap, and FP8 and MXFP8 sources have
+ * no NaN codes (CPU ranks hold such matrices in f32). The results are the bytes that a loader packs from the same weights. All formats become bf16. FP8 also becomes FP8 and W8A8 if its scales span multiples of 128 k or all
  * of k, INT4 with groups of at least 32 k becomes INT4 and INT4_ZEROS, MXFP4, NVFP4 with f16 scales, and MXFP8 become themselves. */
 typedef struct ExpertdRepackParams {
     const void* source;      /* panels of `width` rows as PackedMatrix has them, of the first expert; 16-byte aligned */

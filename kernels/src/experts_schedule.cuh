@@ -59,7 +59,8 @@ constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has unde
 constexpr int PACED_WEIGHTS = 2500000; // and an SM reads at most this many bytes of weights in the step
 
 // Word indices in ExpertdExpertsParams::state, spaced apart: the segment counter (0), the number of finished blocks, then per expert
-// the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels.
+// the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels. The portable
+// products count drawn tiles in words 8 and 16.
 constexpr int STATE_DONE = 32;
 constexpr int STATE_READY = 64;
 

@@ -256,8 +256,7 @@ template <class Row> EXPERTD_HD void write_row_scale(const Row& row, const RowFa
     int exponent = 0;
     if (format == EXPERTD_MXFP4) exponent = row_offset(facts.largest, MXFP4_LARGEST), nan |= facts.largest == 255;
     if (format == EXPERTD_MXFP8) exponent = row_offset(facts.largest, MXFP8_LARGEST), nan |= facts.largest == 255;
-    // A row of zeros only may have any factor.
-    if (format == EXPERTD_W4A8 && facts.largest != 0) exponent = w4a8_top(facts) - 127 - W4A8_HEADROOM, nan |= facts.largest == 255;
+    if (format == EXPERTD_W4A8) exponent = w4a8_top(facts) - 127 - W4A8_HEADROOM, nan |= facts.largest == 255;
     if (format == EXPERTD_NVFP4) exponent = NVFP4_ROW_EXPONENT, nan |= facts.largest != 0;
     if (is_int4(format)) exponent = int4_row_exponent(i);
     // The same NaN on the host as on the device.

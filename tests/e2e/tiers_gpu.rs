@@ -61,10 +61,11 @@ async fn recorded_answers_of_quantised_checkpoints_whose_experts_come_to_a_gpu()
         let slots = ["--slot-memory", &slot_memory];
         // FP8 products differ from f32 by the rounding of quantised rows, in any implementation.
         for (compute, tolerance) in [("bf16", "1e-2"), ("fp8", "1e-1")] {
-            if compute == "fp8" && (is_portable() || !name.contains("-fp8-")) {
+            if compute == "fp8" && (is_portable() || !(name.contains("-fp8-") || name.contains("-mxfp4-"))) {
                 continue;
             }
-            let more = [&flags[..], &slots, &STREAMED, &["--fp8-compute", compute]].concat();
+            let setting = if name.contains("-mxfp4-") { "--mxfp4-compute" } else { "--fp8-compute" };
+            let more = [&flags[..], &slots, &STREAMED, &[setting, compute]].concat();
             let service = Service::start_checkpoint(&model, workers as u32 + 1, &more, &environment);
             // Large steps, once the memory of CPU ranks is pinned; then small ones, until a slot is used.
             for batch in ["1000", "3"] {

@@ -199,14 +199,16 @@ impl Whole {
             return;
         }
         self.is_mixed |= (sum.weight_version, sum.message) != (piece.weight_version, piece.message);
-        // Pieces may share a step, which counts once.
-        if piece.first_step > sum.last_step {
-            sum.steps = sum.steps.saturating_add(piece.steps);
-            sum.step_ns = sum.step_ns.saturating_add(piece.step_ns);
-            for (sum, of_piece) in sum.phase_ns.iter_mut().zip(piece.phase_ns) {
-                *sum = sum.saturating_add(of_piece);
-            }
-        }
+        // Pieces may share a step, which counts once, with its part of the piece's time.
+        let before = sum.first_step.min(piece.last_step + 1).saturating_sub(piece.first_step);
+        let after = piece.last_step.saturating_sub(sum.last_step.max(piece.first_step.saturating_sub(1)));
+        let steps = (before + after).min(u64::from(piece.steps));
+        let add = |sum: &mut u64, ns: u64| {
+            *sum = sum.saturating_add(ns.saturating_mul(steps) / u64::from(piece.steps.max(1)));
+        };
+        sum.steps = sum.steps.saturating_add(steps as u32);
+        add(&mut sum.step_ns, piece.step_ns);
+        sum.phase_ns.iter_mut().zip(piece.phase_ns).for_each(|(sum, ns)| add(sum, ns));
         sum.generation = sum.generation.max(piece.generation);
         sum.first_step = sum.first_step.min(piece.first_step);
         sum.last_step = sum.last_step.max(piece.last_step);

@@ -105,6 +105,28 @@ fn a_large_call_travels_in_order_with_few_pieces_ahead() {
 }
 
 #[test]
+fn steps_that_pieces_share_count_once() {
+    let now = Instant::now();
+    for (order, steps) in [([0, 1], [(4, 5), (5, 6)]), ([1, 0], [(4, 5), (5, 6)]), ([0, 1], [(4, 5), (8, 9)])]
+    {
+        let mut pieces = Pieces::new(1, 4, MOST_ROWS);
+        start(&mut pieces, call(7, 2 * ROWS_PER_PIECE), now);
+        let sent = sent(&mut pieces, now);
+        let completion = |at: usize| {
+            let (first_step, last_step) = steps[at];
+            let record =
+                CompletionRecord { first_step, last_step, steps: 2, step_ns: 20, ..done(&sent[at], 0, 1) };
+            CompletionRecord { phase_ns: [6; 7], ..record }
+        };
+        assert!(pieces.complete(&completion(order[0]), now).is_none());
+        let whole = pieces.complete(&completion(order[1]), now).unwrap();
+        let count = if steps[1].0 == 5 { 3 } else { 4 };
+        assert_eq!((whole.first_step, whole.last_step, whole.steps), (4, steps[1].1, count));
+        assert_eq!((whole.step_ns, whole.phase_ns), (u64::from(count) * 10, [u64::from(count) * 3; 7]));
+    }
+}
+
+#[test]
 fn calls_that_are_not_divided() {
     let now = Instant::now();
     let alone = |pieces: &mut Pieces, request: RequestRecord| {

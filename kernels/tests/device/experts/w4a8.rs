@@ -12,8 +12,8 @@ use crate::random::Random;
 
 /// Distances of the scale from the row's largest; from 19 on every element is rounded to zero.
 const SHIFTS: usize = 40;
-/// The largest E8M0 exponents of rows, in turn. The first is below the least one that counts.
-const TOPS: [usize; 5] = [3, 40, 127, 150, 200];
+/// The largest E8M0 exponents of rows, in turn. The first two are below the least one that counts.
+const TOPS: [usize; 6] = [0, 3, 40, 127, 150, 200];
 
 /// Every row of down has one element of each code and distance. Two elements with the row's largest scale, 128 columns before it,
 /// add up to nothing, as all features of h are equal.

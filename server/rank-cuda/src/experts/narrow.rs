@@ -1,6 +1,7 @@
 //! The upload buffer of one expert that is not bf16: its codes and scales in the layout that the packing kernel reads.
 //!
-//! Codes are copied unchanged; padding rows and columns are zero. Scales of FP8 become one multiplier per row and 128 columns, or one per row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
+//! Codes are copied unchanged; padding rows and columns are zero. Scales of FP8 become one multiplier per row and 128 columns, or one per
+//! row where a scale spans all columns of a matrix. Those of INT4: `int4.rs`.
 
 use expertd_kernels::experts::{PACK_DOWN, PACK_GATE_UP, PackNarrowParams};
 use rayon::prelude::*;
