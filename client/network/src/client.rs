@@ -144,7 +144,7 @@ impl ClientEnd {
         socket::send(client, frame::MODEL, &opened.model)?;
         socket::send(client, frame::OPENED, bytemuck::bytes_of(&record))?;
         socket::send_region(client, memory.region())?;
-        let mut relay = Relay::new(endpoint, opened.hidden, Duration::from_micros(opened.spin_us.into()));
+        let mut relay = Relay::new(endpoint, opened.hidden);
         let in_flight = Pieces::of_calls(memory.calls(), MAX_CALLS);
         let mut pieces = Pieces::new(memory.calls(), in_flight, opened.most_rows);
         let mut waiting = Waiting::new(Spin { computing: spin, between: spin });
@@ -244,10 +244,10 @@ fn take_completions(
     memory: &SessionMemory,
     rings: &mut ServiceRings,
 ) -> Result<bool, NetworkError> {
-    let Relay { endpoint, places, calls, is_receiving, last, .. } = relay;
+    let Relay { endpoint, places, calls, is_receiving, .. } = relay;
     let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
-        (*is_receiving, *last, is_event) = (is_coming(message), Instant::now(), true);
+        (*is_receiving, is_event) = (is_coming(message), true);
         if *is_receiving {
             return Ok(());
         }

@@ -38,20 +38,15 @@ pub struct Relay {
     pub calls: HashMap<u64, RequestRecord>,
     /// Whether the peer is writing many bytes.
     pub is_receiving: bool,
-    /// When the last message was sent or has arrived.
-    pub last: Instant,
-    /// How long the peer polls without a pause after a message.
-    spin: Duration,
     message: Vec<u8>,
 }
 
 impl Relay {
-    /// A relay for rows of `hidden` elements. The peer spins for `spin` at least.
+    /// A relay for rows of `hidden` elements.
     #[must_use]
-    pub fn new(endpoint: Endpoint, hidden: u32, spin: Duration) -> Self {
+    pub fn new(endpoint: Endpoint, hidden: u32) -> Self {
         let places = Places { hidden: hidden as usize, rows_bytes: endpoint.rows().len() };
-        let (calls, last) = (HashMap::new(), Instant::now());
-        Relay { endpoint, places, calls, is_receiving: false, last, spin, message: Vec::new() }
+        Relay { endpoint, places, calls: HashMap::new(), is_receiving: false, message: Vec::new() }
     }
 
     /// Sends a record with the bytes of its places.
@@ -60,12 +55,9 @@ impl Relay {
     /// As [`Endpoint::send`].
     pub fn send<R: Record>(&mut self, record: &R, places: &[Place]) -> Result<(), NetworkError> {
         let apart = encode(record, self.endpoint.rows(), places, &mut self.message);
-        let now = Instant::now();
-        let is_polled = now.saturating_duration_since(self.last) < self.spin;
-        if !apart.is_empty() && !is_polled {
+        if !apart.is_empty() {
             self.endpoint.send(&[], bytemuck::bytes_of(&COMING_MESSAGE))?;
         }
-        self.last = now;
         self.endpoint.send(apart, &self.message)
     }
 

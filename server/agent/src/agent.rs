@@ -4,7 +4,7 @@
 //! its own session; [`confine`] keeps it from everything else that the service's user may do.
 
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use expertd_session::wire::{MAX_SERVICE_FRAME, frame};
 use expertd_session::{SessionOptions, SessionParts, socket};
@@ -58,8 +58,8 @@ fn serve(control: &UnixStream, setup: &Setup, session: UnixStream) -> Result<(),
     // From here on the client has a say: its metadata is read, and it can reach this process.
     endpoint.connect(&setup.client)?;
     control::send_ready(control, &ready)?;
+    let mut relay = Relay::new(endpoint, session.opened.hidden);
     let computing = Duration::from_micros(session.opened.spin_us.into());
-    let mut relay = Relay::new(endpoint, session.opened.hidden, computing);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut waiting = Waiting::new(Spin { computing, between: spin_between_steps(computing, cores) });
     loop {
@@ -101,7 +101,7 @@ fn answer(
 
 /// Passes the requests that have arrived to the service. Returns whether anything has.
 fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, NetworkError> {
-    let Relay { endpoint, places, calls, is_receiving, last, .. } = relay;
+    let Relay { endpoint, places, calls, is_receiving, .. } = relay;
     let SessionParts { opened, rows, requests, .. } = session;
     let (mut count, mut is_event) = (0, false);
     endpoint.poll(|message| {
@@ -114,7 +114,7 @@ fn take_requests(relay: &mut Relay, session: &mut SessionParts) -> Result<bool, 
         let Some(request) = accept_request(message, rows, places, calls, opened.calls)? else {
             return Ok(());
         };
-        (*last, is_event) = (Instant::now(), true);
+        is_event = true;
         if !requests.try_push(&request)? {
             return Err(NetworkError::Protocol("more calls than the session allows".to_owned()));
         }
