@@ -91,9 +91,8 @@ impl Case {
         (y.collect(), sizes.collect())
     }
 
-    /// What the outputs change by where an element of h gets the neighbouring code instead of the reference's: one vector
-    /// for each element of h whose code the rounding of sums before it decides. FP8 products only.
-    pub fn undecided(&self, expert: &Expert, x: &[f64], weight: f32) -> Vec<Vec<f64>> {
+    /// What rounding of sums leaves open about h. FP8 products only.
+    pub fn range<'a>(&self, expert: &'a Expert, x: &[f64], weight: f32) -> Range<'a> {
         let (_, on_output) = self.weights(weight);
         let rows = quantised(x, false);
         let h: Vec<(f64, f64)> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight)).collect();
@@ -105,21 +104,8 @@ impl Case {
                 })
                 .collect()
         };
-        let (least, nominal, most) = (rounded(-1.0), rounded(0.0), rounded(1.0));
-        let scales = [&least, &nominal, &most].map(|values| group_scales(values));
-        let mut changes = Vec::new();
-        for f in 0..self.inter {
-            let [small, scale, large] = [0, 1, 2].map(|i| scales[i][f / experts::SCALE_ELEMENTS]);
-            let code = code_range(nominal[f], nominal[f], scale, scale).0;
-            let (low, high) = code_range(least[f], most[f], small, large);
-            for other in [low, high] {
-                if other != code {
-                    let change = (other - code) * f64::from(scale);
-                    changes.push((0..self.hidden).map(|row| expert.down.value(row, f) * change).collect());
-                }
-            }
-        }
-        changes
+        let bias = expert.down_bias.iter().map(|bias| f64::from(*bias) * on_output).collect();
+        Range { expert, bias, least: rounded(-1.0), nominal: rounded(0.0), most: rounded(1.0) }
     }
 
     fn scale_rows(&self) -> usize {
@@ -161,5 +147,66 @@ impl Case {
         // The derivative of the activation is at most 1.1.
         let error = 1.1 * (u + offset).abs() * size(&expert.gate) + activated.abs() * size(&expert.up);
         (activated * (u + offset), error * SUM_ERROR)
+    }
+}
+
+/// The values of h, times the routing weight, before they are quantised: the nearest to zero that sums may give, those of the
+/// reference, and the farthest.
+pub struct Range<'a> {
+    expert: &'a Expert,
+    bias: Vec<f64>,
+    least: Vec<f64>,
+    nominal: Vec<f64>,
+    most: Vec<f64>,
+}
+
+impl Range<'_> {
+    /// What the outputs change by where an element of h gets the neighbouring code instead of the reference's: one vector
+    /// for each element whose code the rounding of sums before it decides.
+    pub fn undecided(&self) -> Vec<Vec<f64>> {
+        let [small, nominal, large] =
+            [&self.least, &self.nominal, &self.most].map(|values| group_scales(values));
+        self.outputs(&small, &nominal, &large).1
+    }
+
+    /// The scales that the groups of h may have: the largest magnitude of a group may be any bf16 between its least and its
+    /// most, of which eight are tried.
+    pub fn scales(&self) -> Vec<Vec<f32>> {
+        let largest = |group: &[f64]| {
+            bf16::from_f32(group.iter().fold(0.0, |most: f64, h| most.max(h.abs())) as f32).to_bits()
+        };
+        let groups =
+            self.least.chunks(experts::SCALE_ELEMENTS).zip(self.most.chunks(experts::SCALE_ELEMENTS));
+        groups.fold(vec![Vec::new()], |all: Vec<Vec<f32>>, (least, most)| {
+            let bits = (largest(least)..=largest(most)).take(8);
+            let own: Vec<f32> = bits.map(|bits| group_scales(&[bf16::from_bits(bits).to_f64()])[0]).collect();
+            all.iter()
+                .flat_map(|front| own.iter().map(move |scale| [&front[..], &[*scale]].concat()))
+                .collect()
+        })
+    }
+
+    /// The outputs with these scales of the groups, and their changes by elements whose code is undecided.
+    pub fn with_scales(&self, scales: &[f32]) -> (Vec<f64>, Vec<Vec<f64>>) {
+        self.outputs(scales, scales, scales)
+    }
+
+    fn outputs(&self, small: &[f32], nominal: &[f32], large: &[f32]) -> (Vec<f64>, Vec<Vec<f64>>) {
+        let (mut y, mut changes) = (self.bias.clone(), Vec::new());
+        for (f, h) in self.nominal.iter().enumerate() {
+            let [small, scale, large] =
+                [small, nominal, large].map(|scales| scales[f / experts::SCALE_ELEMENTS]);
+            let column = (0..y.len()).map(|row| self.expert.down.value(row, f) * f64::from(scale));
+            let column: Vec<f64> = column.collect();
+            let code = code_range(*h, *h, scale, scale).0;
+            y.iter_mut().zip(&column).for_each(|(y, weight)| *y += weight * code);
+            let (low, high) = code_range(self.least[f], self.most[f], small, large);
+            for other in [low, high] {
+                if other != code {
+                    changes.push(column.iter().map(|weight| weight * (other - code)).collect());
+                }
+            }
+        }
+        (y, changes)
     }
 }
