@@ -37,7 +37,7 @@ const CALLERS: u64 = 8;
 const COMPARED: u64 = 100;
 /// Number of steps without `EXPERTD_SOAK_STEPS`.
 const STEPS: u64 = 50_000;
-/// Memory is measured in each of so many parts of the steps.
+/// Number of parts of the run; memory is measured in each.
 const PARTS: u64 = 10;
 /// Number of rounds at the start in which all callers together send a request of the largest size. The router's memory
 /// follows the bytes in flight, and no later load has more in flight.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::places::Place;
 use crate::wire::{CompletionRecord, MAX_RANKS, RequestRecord};
 
-/// Bytes of the rows of a piece, about. TCP carries so many over loopback in a quarter of a millisecond.
+/// The rows of a piece have about this many bytes, which TCP carries over loopback in a quarter of a millisecond.
 const PIECE_BYTES: usize = 1 << 20;
 /// Pieces of a call in flight: one is computed, one waits for its step, and one travels.
 const AHEAD: usize = 3;
