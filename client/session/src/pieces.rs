@@ -1,9 +1,9 @@
-//! Large calls of network sessions travel in pieces of consecutive rows, each a call of its own for the service: rows of later pieces travel in while earlier ones
-//! are computed and their output travels back. The state machine has no clock and no I/O.
+//! Large calls of network sessions travel in pieces of consecutive rows, each a call of its own for the service: rows of later pieces
+//! travel in while earlier ones are computed and their output travels back. The state machine has no clock and no I/O.
 //!
-//! A call is complete when all its pieces are. After a failed piece no further one is sent, and the call fails with the first failure. Pieces that
-//! different weights have computed are computed again, as one call. The places that a call writes overlap none that it reads, so its rows are
-//! still there.
+//! A call is complete when all its pieces are. After a failed piece no further one is sent, and the call fails with the first failure.
+//! Pieces that different weights have computed are computed again, as one call. The places that a call writes overlap none that it reads,
+//! so its rows are still there.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
