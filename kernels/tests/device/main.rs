@@ -8,7 +8,7 @@
 //! * `beyond`: an exchange beyond 2^32 bytes.
 //! * `gate cases=N tokens=N hidden=N experts=N`: routing functions against f64.
 //! * `experts`: the experts' kernels in every weight format against f64.
-//! * `full`, `wide`, `skew`, `rows`, `word [format=0..7]`: shapes of released models, offsets beyond 2^32 bytes, rows on few experts,
+//! * `full`, `wide`, `skew`, `rows`, `word [format=0..8]`: shapes of released models, offsets beyond 2^32 bytes, rows on few experts,
 //!   rows that are not numbers, an error word that changes.
 //! * `same_bits`, `rates [format=0..5]`: the portable kernels beside those for Hopper, on Hopper.
 //! * `staging cases=N deadline=SECONDS`: a whole step from pinned host memory and back, as a replayed graph.
