@@ -1,15 +1,24 @@
 //! Which steps launch the experts' kernel for few rows.
 //!
-//! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
-//! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
+//! Both kernels are right for any routing. Launches are captured before the routing is known. With weights of 4 bits one launch can compute
+//! either way, and the device chooses by its counts (`kernels/src/experts_schemes.cuh`). In other formats the choice follows from the step's
+//! shape. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
+
+#[cfg(feature = "cuda")]
+use expertd_kernels::experts;
 
 use crate::format::DeviceFormat;
+
+/// Rows of an expert for which the kernel for few rows reads its weights once.
+const TILE: u64 = 8;
 
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsLoad {
-    /// The largest number of rows of all ranks, times experts per row.
-    pub assignments: u64,
+    /// The largest number of rows of all ranks.
+    pub rows: u64,
+    /// Experts per row.
+    pub top_k: u32,
     /// Number of experts among which rows choose.
     pub experts: usize,
     /// Number of experts of the rank.
@@ -22,20 +31,39 @@ pub struct ExpertsLoad {
 
 impl ExpertsLoad {
     /// Mean number of rows of an expert.
-    fn rows(&self) -> f64 {
-        self.assignments as f64 / self.experts as f64
+    fn mean(&self) -> f64 {
+        (self.rows * u64::from(self.top_k)) as f64 / self.experts as f64
     }
 
     /// Bytes of weights that a multiprocessor reads if rows choose experts evenly.
     fn bytes(&self) -> f64 {
         // An expert stays without rows with probability (1 - 1 / experts)^assignments.
-        let active = self.local_experts as f64 * (1.0 - (-self.rows()).exp());
+        let active = self.local_experts as f64 * (1.0 - (-self.mean()).exp());
         active * self.expert_bytes as f64 / f64::from(self.multiprocessors)
     }
 }
 
 impl DeviceFormat {
-    /// Whether the kernel for few rows is expected to be faster.
+    /// The launch flags that choose the kernel of a step.
+    #[cfg(feature = "cuda")]
+    pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
+        let few = if self.has_few_rows(load) { experts::FEW_ROWS } else { 0 };
+        let by_counts = if self.chooses_by_counts(load) { experts::BY_COUNTS } else { 0 };
+        few | by_counts
+    }
+
+    /// Whether the device chooses the kernel (on Hopper).
+    #[cfg(any(feature = "cuda", test))]
+    fn chooses_by_counts(self, load: &ExpertsLoad) -> bool {
+        let four_bits = matches!(
+            self,
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 | DeviceFormat::Mxfp4
+        );
+        // No expert has more rows than the step. Up to a tile the kernel for few rows reads all weights once, and it begins sooner on its own.
+        four_bits && load.rows > TILE
+    }
+
+    /// Whether the kernel for few rows is expected to be faster with even routing.
     pub fn has_few_rows(self, load: &ExpertsLoad) -> bool {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let (rows, bytes) = match self {
@@ -47,7 +75,7 @@ impl DeviceFormat {
             DeviceFormat::W8a8 => (0.5, 1e6),
             DeviceFormat::W4a8 => return false, // has no such kernel
         };
-        load.rows() <= rows && load.bytes() <= bytes
+        load.mean() <= rows && load.bytes() <= bytes
     }
 }
 
@@ -63,7 +91,8 @@ mod tests {
         tokens: usize,
     ) -> ExpertsLoad {
         ExpertsLoad {
-            assignments: (ranks * tokens * top_k) as u64,
+            rows: (ranks * tokens) as u64,
+            top_k: top_k as u32,
             experts,
             local_experts: experts / ranks,
             expert_bytes: format.expert_bytes(hidden, inter, false),

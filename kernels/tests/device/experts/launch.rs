@@ -16,6 +16,8 @@ const DRAWN_TILES: [usize; 2] = [8, 16];
 
 /// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
 pub const FEW_ROWS: [i32; 2] = [-1, 0];
+/// In place of them: the kernel that the device chooses.
+pub const BY_COUNTS: [i32; 2] = [-2, 0];
 
 /// Experts in device memory.
 pub struct Loaded {
@@ -238,8 +240,11 @@ impl Launch {
         tiles: [i32; 2],
     ) -> Result<Launch, Box<dyn std::error::Error>> {
         const BEHIND: usize = 64;
-        let (flags, [tile_rows, tile_tokens]) =
-            if tiles == FEW_ROWS { (experts::FEW_ROWS, [0, 0]) } else { (0, tiles) };
+        let (flags, [tile_rows, tile_tokens]) = match tiles {
+            FEW_ROWS => (experts::FEW_ROWS, [0, 0]),
+            BY_COUNTS => (experts::BY_COUNTS, [0, 0]),
+            _ => (0, tiles),
+        };
         let (hidden, inter) = (case.hidden, case.inter);
         let (total, count) = (step.index.len(), step.counts.len());
         let mut offsets = vec![0_i32];

@@ -339,14 +339,17 @@ impl Layers {
         };
         // As in the service, launches cover the next power of two.
         let covered = self.rows.next_power_of_two().min(about.max_tokens);
-        let few_rows = self.format.has_few_rows(&ExpertsLoad {
-            assignments: u64::from(covered) * u64::from(about.top_k),
+        let load = ExpertsLoad {
+            rows: u64::from(covered),
+            top_k: about.top_k,
             experts: about.experts as usize,
             local_experts: about.experts as usize,
             expert_bytes: self.format.expert_bytes(hidden, width, about.gpt_oss != 0),
             multiprocessors: self.multiprocessors,
-        });
-        let fp8 = self.format == DeviceFormat::W8a8 && about.rows_by_experts == 0 && !few_rows;
+        };
+        let fp8 = self.format == DeviceFormat::W8a8
+            && about.rows_by_experts == 0
+            && !self.format.has_few_rows(&load);
         let dispatch = DispatchParams { tokens, fp8_rows: u32::from(fp8), ..self.slot.dispatch(group) };
         let routed = ExpertsParams {
             layers: self.weight_table.address(),
@@ -373,7 +376,7 @@ impl Layers {
             alpha: 1.702,
             limit: 7.0,
             format: self.format.code(),
-            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
+            flags: experts::PROGRAMMATIC | self.format.kernel_flags(&load),
             ..ExpertsParams::default()
         };
         let combine = CombineParams { out, ..self.slot.combine(group, 0) };

@@ -321,7 +321,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, format.has_few_rows(&self.routed_load()))
+            ..self.mlp(spec.activation, format.kernel_flags(&self.routed_load()))
         }
     }
 
@@ -349,7 +349,8 @@ impl Phases<'_> {
         let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
         let format = shared.experts.format();
         let load = ExpertsLoad {
-            assignments: u64::from(step.rows),
+            rows: u64::from(step.rows),
+            top_k: 1,
             experts: 1,
             local_experts: 1,
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
@@ -375,7 +376,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(activation, format.has_few_rows(&load))
+            ..self.mlp(activation, format.kernel_flags(&load))
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {
@@ -450,9 +451,9 @@ impl Phases<'_> {
     fn routed_load(&self) -> ExpertsLoad {
         let Phases { step, shape, .. } = self;
         let (spec, format) = (&step.layer.spec.experts, step.layer.format);
-        let rows = u64::from(step.rows) * u64::from(step.group.ranks);
         ExpertsLoad {
-            assignments: rows * u64::from(step.group.top_k),
+            rows: u64::from(step.rows) * u64::from(step.group.ranks),
+            top_k: step.group.top_k,
             experts: spec.count,
             local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
@@ -476,8 +477,8 @@ impl Phases<'_> {
         }
     }
 
-    /// The parameters that routed and shared experts have in common.
-    fn mlp(&self, activation: Activation, few_rows: bool) -> ExpertsParams {
+    /// The parameters that routed and shared experts have in common. `kernel`: flags that choose the kernel.
+    fn mlp(&self, activation: Activation, kernel: i32) -> ExpertsParams {
         let Phases { step, buffers, shape, .. } = self;
         let (activation, alpha, limit) = activation_code(activation);
         let state = step.slot.kernels.state.address();
@@ -496,7 +497,7 @@ impl Phases<'_> {
             activation,
             alpha,
             limit,
-            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
+            flags: experts::PROGRAMMATIC | kernel,
             ..ExpertsParams::default()
         }
     }
