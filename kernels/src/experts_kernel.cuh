@@ -203,17 +203,18 @@ template <> struct FewInside<Int4Zeros> : FewOf<FewInt4Zeros> {};
 template <> struct FewInside<Nvfp4> : FewOf<FewNvfp4> {};
 template <> struct FewInside<Mxfp4> : FewOf<FewMxfp4> {};
 
-// Computes the launch as experts_few_kernel does.
+// Computes the launch as experts_few_kernel does. It is no part of the kernel's body, whose registers it would take.
 template <class Format>
-__device__ __forceinline__ void compute_as_few(const ExpertdExpertsParams& p, const Shared& shared, const TwoCounts& two, unsigned char* memory) {
+__device__ __noinline__ void compute_as_few(const ExpertdExpertsParams& p, const Shared& shared, unsigned char* memory) {
     using Few = FewInside<Format>;
     FewShared& few = *reinterpret_cast<FewShared*>(memory + FewRing<Few>::BYTES);
     init_few_barriers<Few>(few);
     if (threadIdx.x < sizeof(few.layer) / sizeof(uint64_t)) {
         reinterpret_cast<uint64_t*>(&few.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(&shared.layer)[threadIdx.x];
     }
-    bool failed = false;
-    run_few<Few>(p, few, memory, make_few_tables(p, two, few, failed)); // its barriers also make the above visible
+    bool failed = p.error != nullptr && __ldcg(p.error) != 0;
+    const int tiles = make_few_tables(p, TwoCounts(shared.tables.offset, p.experts), few, failed); // its barriers also make the above visible
+    if (!failed) run_few<Few>(p, few, memory, tiles);
 }
 
 template <class Format>
@@ -261,8 +262,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     const Counts counts = add_counts<Format>(p, shared, two);
     if constexpr (FewInside<Format>::EXISTS) {
         if (few_rows_are_faster<Format>(p, counts)) {
-            cluster_wait();
-            if (shared.failed == 0) compute_as_few<Format>(p, shared, two, memory);
+            compute_as_few<Format>(p, shared, memory);
+            __syncwarp();
+            cluster_wait(); // the other block may still write to this one's shared memory
             return;
         }
     }

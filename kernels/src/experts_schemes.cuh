@@ -36,9 +36,10 @@ constexpr int PAIR_TOKENS = 64;      // TOKENS_SHARED: if token tiles are wider 
 constexpr int PAIR_K = 2048;         // least k of every product; with less the coarser division costs more than it saves in L2
 constexpr int WIDE_TOKENS = 64;      // TURNS: widest token tile
 constexpr int WIDE_K = 4096;         // least k; down has at most one strip of TILE_ROWS per SM
-constexpr int SHARED_MEAN = 80;      // WEIGHTS_SHARED: least mean number of tokens of an expert
+constexpr int SHARED_MEAN = 112;     // WEIGHTS_SHARED: least mean number of tokens of an expert
 constexpr int ROW_TILE_TOKENS = 128; // TOKEN_ROWS: tokens of a full tile
 constexpr int ROW_TILE_MEAN = 96;    // W8A8: least mean number of tokens of an expert
+constexpr int CROWDED_PART = 5;      // W8A8: or if experts of more than one tile have at least this part of all tokens
 constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
 constexpr int ROW_PAIR_MEAN = 224;   // TOKEN_ROW_PAIRS: least mean number of tokens of an expert
 constexpr int ROW_PAIR_WIDE_MEAN = 384;  // bf16: that mean where pairs would otherwise share tokens (PAIR_K)
@@ -54,6 +55,7 @@ struct Counts {
     int active;  // number of experts with tokens
     int all;     // number of tokens of all experts
     int tiles_8, tiles_64, tiles_128; // numbers of tiles of up to that many tokens (FEW_TOKENS_ALONE)
+    int crowded;                      // number of tokens of experts with more than one tile of MAX_TOKENS (W8A8)
 };
 
 // Whether rows are FP8.
@@ -72,10 +74,13 @@ template <class Format> __device__ __forceinline__ Scheme given_scheme(int tile_
     return tile_rows == EXPERTD_TILE_TALL ? Scheme::TALL : tile_rows == EXPERTD_TILE_TURNS ? Scheme::TURNS : tile_rows == PAIR_ROWS ? Scheme::TOKENS_SHARED : Scheme::STRIPS;
 }
 
-// Whether tokens are wgmma's M, which is faster for many tokens.
+// Whether tokens are wgmma's M, which is faster for many tokens. In W8A8 it is enough that many tokens are of crowded experts, since small
+// tiles keep weights as M.
 template <class Format> __device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const Counts& c) {
+    if (c.active == 0) return false;
+    if (FP8_ROWS<Format>) return c.all >= ROW_TILE_MEAN * c.active || c.crowded * CROWDED_PART >= c.all;
     const int wide = c.active < ROW_PAIR_EXPERTS ? ROW_PAIR_FEW_MEAN : ROW_PAIR_WIDE_MEAN;
-    return c.active > 0 && c.all >= (FP8_ROWS<Format> ? ROW_TILE_MEAN : min(p.hidden, p.inter) >= PAIR_K ? wide : ROW_PAIR_MEAN) * c.active;
+    return c.all >= (min(p.hidden, p.inter) >= PAIR_K ? wide : ROW_PAIR_MEAN) * c.active;
 }
 
 // Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
