@@ -71,8 +71,8 @@ enum ExpertdLaunchFlags {
      * rows) fits 32 bits, but reads an expert's weights once for every eight rows. tile_tokens and tile_rows do not matter. h must have
      * room for bf16 [assignments][inter] in every format; x_panels and the scales of x and h are not used. */
     EXPERTD_LAUNCH_FEW_ROWS = 4,
-    /* Formats with weights of 4 bits and bf16 rows: the counts decide whether the launch computes as the kernel for few rows does, and the
-     * flag EXPERTD_LAUNCH_FEW_ROWS does not matter. Other formats, and the portable kernels, ignore this flag. */
+    /* Formats with weights of 4 bits and bf16 rows: both kernels are launched, the counts decide which one computes, and the other returns at
+     * once. The flag EXPERTD_LAUNCH_FEW_ROWS does not matter. Other formats, and the portable kernels, ignore this flag. */
     EXPERTD_LAUNCH_BY_COUNTS = 8
 };
 

@@ -28,8 +28,8 @@ pub const PROGRAMMATIC: i32 = 1;
 /// Launch flag: a kernel for experts with few rows each. It is right for any number of rows, but reads an expert's weights once for
 /// every eight of them. [`ExpertsParams::h`] must have room for bf16 `[assignments, inter]` in every format.
 pub const FEW_ROWS: i32 = 4;
-/// Launch flag of formats with weights of 4 bits and bf16 rows: the numbers of rows per expert decide on the device whether the launch
-/// computes as one with [`FEW_ROWS`] does. The portable kernels ignore it.
+/// Launch flag of formats with weights of 4 bits and bf16 rows: both kernels are launched, and the numbers of rows per expert decide which one
+/// computes. The portable kernels ignore it.
 pub const BY_COUNTS: i32 = 8;
 
 /// Weights in bf16 panels.

@@ -51,14 +51,6 @@ struct TwoCounts {
             count[i] = e < p.experts ? __ldcg(p.expert_offsets + e + 1) - start[i] : 0;
         }
     }
-    // From offsets in shared memory.
-    __device__ __forceinline__ TwoCounts(const int32_t* offsets, int experts) {
-        for (int i = 0; i < 2; i++) {
-            const int e = 2 * threadIdx.x + i;
-            start[i] = e <= experts ? offsets[e] : 0;
-            count[i] = e < experts ? offsets[e + 1] - start[i] : 0;
-        }
-    }
 };
 
 // Position in a ring of `size` slots; the parity flips each round.

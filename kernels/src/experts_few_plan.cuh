@@ -36,7 +36,8 @@ struct FewShared {
     float4 sums[FEW_CONSUMERS][FEW_UNITS][32]; // of the segment that ended last, by residue of k blocks, unit and lane
     ExpertdLayerWeights layer;
     FewTables tables;
-    int32_t warp_tiles[FEW_THREADS / 32 + 1]; // the persistent kernel has one warp more
+    int32_t warp_tiles[FEW_THREADS / 32];
+    int32_t warp_tiles_64[FEW_THREADS / 32]; // numbers of tiles of the persistent kernel
     uint64_t rows_full[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS], rows_empty[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS];
     uint64_t full[FEW_STREAMS][FEW_MOST_SLOTS], empty[FEW_STREAMS][FEW_MOST_SLOTS];
     uint64_t sums_full, sums_empty;
@@ -48,7 +49,7 @@ template <class Format> struct FewRing {
     static constexpr int SLOT_BYTES = Format::CHUNK_UNITS * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES);
     static constexpr int ROW_SLOT_BYTES = FEW_TOKENS * Format::ROW_STRIDE;
     static constexpr int ROWS_BYTES = FEW_CONSUMERS * Format::ROW_SLOTS * ROW_SLOT_BYTES;
-    static constexpr int FITTING = (Format::SHARED_LIMIT - int(sizeof(FewShared)) - ROWS_BYTES) / (FEW_STREAMS * SLOT_BYTES);
+    static constexpr int FITTING = (227 * 1024 - int(sizeof(FewShared)) - ROWS_BYTES) / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int SLOTS = FITTING < FEW_MOST_SLOTS ? FITTING : FEW_MOST_SLOTS;
     static constexpr int ROWS = FEW_STREAMS * SLOTS * SLOT_BYTES; // place of the rows
     static constexpr int BYTES = ROWS + ROWS_BYTES;
@@ -64,9 +65,10 @@ template <class Format> struct FewRing {
                   Format::ROW_SLOTS <= FEW_MOST_ROW_SLOTS);
 };
 
-// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Sets
-// `failed` in all threads if any thread found it set.
-__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, const TwoCounts& two, FewShared& shared, bool& failed) {
+// Computes the prefix sums over experts and returns the number of tiles; `tiles_64` becomes that of tiles of 64 tokens. All threads must call
+// it; each handles two experts. Sets `failed` in all threads if any thread found it set.
+__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed, int& tiles_64) {
+    const TwoCounts two(p);
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tiles[2] = {divide_up(two.count[0], FEW_TOKENS), divide_up(two.count[1], FEW_TOKENS)};
@@ -79,13 +81,16 @@ __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, co
         const int other = __shfl_up_sync(0xffffffff, before, delta);
         if (lane >= delta) before += other;
     }
-    if (lane == 31) shared.warp_tiles[warp] = before;
+    const int wide = __reduce_add_sync(0xffffffff, divide_up(two.count[0], 64) + divide_up(two.count[1], 64));
+    if (lane == 31) shared.warp_tiles[warp] = before, shared.warp_tiles_64[warp] = wide;
     __syncthreads();
     before -= tiles[0] + tiles[1];
     int all = 0;
+    tiles_64 = 0;
     for (int w = 0; w < FEW_THREADS / 32; w++) {
         if (w < warp) before += shared.warp_tiles[w];
         all += shared.warp_tiles[w];
+        tiles_64 += shared.warp_tiles_64[w];
     }
     for (int i = 0; i < 2; i++) {
         const int e = 2 * threadIdx.x + i;

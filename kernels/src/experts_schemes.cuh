@@ -28,7 +28,17 @@ enum class Scheme : int32_t {
     TOKEN_ROWS,      // tokens are wgmma's M: ROW_TILE_TOKENS tokens and TALL_ROWS weight rows
     TOKEN_ROW_PAIRS, // the same in pairs that share weights
 };
-// The limits of schemes, each the number of rows from which the scheme was faster than the one that would run otherwise.
+// The limits of schemes, each the number of rows from which the scheme was faster than the one that would run otherwise. Measured on one H200,
+// `tune` and `counts` of the harness; EP4 is the load of one rank of four. Experts' kernel, the other scheme -> the scheme:
+//
+//   scheme           where                                       gain
+//   STRIPS, low      few experts with at most 32 tokens          no figure of its own
+//   TALL             bf16, 33 to 272 tokens an expert            10 % at 128 tokens, 4 % at 256; Qwen3 EP2 512 rows 184.5 -> 179.7
+//   TOKENS_SHARED    tiles above 64 tokens, k from 2048 on       Mixtral 512 rows 10 %; with k of 768 4 % slower
+//   TURNS            bf16, few wide experts, up to 64 tokens     Mixtral EP4 8 and 32 rows 211 -> 173 and 215.9 -> 193.8
+//   WEIGHTS_SHARED   W8A8 without block_scales, two tiles        Qwen3 EP4 512 rows 102 -> 95; one tile for most experts: 42 % slower
+//   TOKEN_ROWS       W8A8, 96 tokens an expert or crowded ones   Qwen3, Zipf 1.0, 512 and 1024 rows 205 -> 189 and 261 -> 234
+//   TOKEN_ROW_PAIRS  bf16 and W8A8, from 224 tokens on           Qwen3 bf16 at 260 and 1029 tokens 195 -> 186, 633 -> 592; FP8 at 256 136 -> 132
 constexpr int TALL_TOKENS = 144;     // TALL: widest token tile (registers)
 constexpr int TALL_MEAN = 272;       // largest mean number of tokens of an expert (two tiles)
 constexpr int TALL_SEGMENTS = 5;     // least number of tall segments of down for every two SMs
@@ -109,6 +119,7 @@ template <> constexpr Costs costs_of<Int4Zeros>() { return costs_of<Int4>(); }
 template <> constexpr Costs costs_of<Nvfp4>() { return {{50, 0.5f}, {50.5f, 0.95f}, {71.5f, 0.75f}}; }
 template <> constexpr Costs costs_of<Mxfp4>() { return {{46, 0}, {50.5f, 0.65f}, {63, 0.75f}}; }
 template <> constexpr Costs costs_of<Mxfp8>() { return {{}, {66, 1.9f}, {94, 1.4f}}; }
+constexpr int MEASURED_SMS = 132;
 constexpr float BEGIN_NS = 5000; // what the persistent kernel takes longer until it multiplies, and at its end
 
 // The widest token tile of a scheme with weights as M if nothing is given.
@@ -148,13 +159,20 @@ __device__ __forceinline__ Scheme scheme_for(const ExpertdExpertsParams& p, cons
     return tile > PAIR_TOKENS && k >= PAIR_K ? Scheme::TOKENS_SHARED : Scheme::STRIPS;
 }
 
-// Whether the kernel for few rows takes less time. `p.flags` says whether the launch may choose.
+// Formats whose launches may choose between the kernels.
+template <class Format> constexpr bool CHOOSES = false;
+template <> constexpr bool CHOOSES<Int4> = true;
+template <> constexpr bool CHOOSES<Int4Zeros> = true;
+template <> constexpr bool CHOOSES<Nvfp4> = true;
+template <> constexpr bool CHOOSES<Mxfp4> = true;
+
+// Whether the kernel for few rows takes less time. `p.flags` says whether the launch may choose. Both kernels ask, and the other one returns.
 template <class Format> __device__ __forceinline__ bool few_rows_are_faster(const ExpertdExpertsParams& p, const Counts& c) {
     if ((p.flags & EXPERTD_LAUNCH_BY_COUNTS) == 0) return false;
     constexpr Costs COSTS = costs_of<Format>();
     const int units = (2 * p.inter / UNIT_ROWS) * divide_up(p.hidden, BLOCK_K) + p.hidden / UNIT_ROWS * divide_up(p.inter, BLOCK_K); // of an expert
     const float more = COSTS.few.of(c.tiles_8, c.all) - COSTS.narrow.of(c.tiles_64, c.all); // ns, for a unit on every SM
-    return more * units < BEGIN_NS * gridDim.x;
+    return more * units < BEGIN_NS * MEASURED_SMS; // not the launch's blocks, of which the kernels may have different numbers
 }
 
 } // namespace expertd

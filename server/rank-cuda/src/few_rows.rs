@@ -1,17 +1,12 @@
 //! Which steps launch the experts' kernel for few rows.
 //!
-//! Both kernels are right for any routing. Launches are captured before the routing is known. With weights of 4 bits one launch can compute
-//! either way, and the device chooses by its counts (`kernels/src/experts_schemes.cuh`). In other formats the choice follows from the step's
-//! shape. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
+//! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
+//! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
 
 #[cfg(feature = "cuda")]
 use expertd_kernels::experts;
 
 use crate::format::DeviceFormat;
-
-/// Up to this many rows of a step the shape decides in every format. With Zipf 1.0 the other kernel then gains less than 2 %, and a launch
-/// that chooses begins a few microseconds later than the kernel for few rows by itself.
-const SHAPE_DECIDES: u64 = 32;
 
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
@@ -48,19 +43,7 @@ impl DeviceFormat {
     /// The launch flags that choose the kernel of a step.
     #[cfg(feature = "cuda")]
     pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
-        let few = if self.has_few_rows(load) { experts::FEW_ROWS } else { 0 };
-        let by_counts = if self.chooses_by_counts(load) { experts::BY_COUNTS } else { 0 };
-        few | by_counts
-    }
-
-    /// Whether the device chooses the kernel (on Hopper).
-    #[cfg(any(feature = "cuda", test))]
-    fn chooses_by_counts(self, load: &ExpertsLoad) -> bool {
-        let four_bits = matches!(
-            self,
-            DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 | DeviceFormat::Mxfp4
-        );
-        four_bits && load.rows > SHAPE_DECIDES
+        if self.has_few_rows(load) { experts::FEW_ROWS } else { 0 }
     }
 
     /// Whether the kernel for few rows is expected to be faster with even routing.
@@ -136,14 +119,5 @@ mod tests {
                 assert_eq!(format.has_few_rows(&load), expected, "{format:?} {load:?}, {tokens} rows");
             }
         }
-    }
-
-    #[test]
-    fn the_device_chooses_for_weights_of_four_bits_in_steps_of_more_rows() {
-        let choice = |format: DeviceFormat, ranks, tokens| {
-            format.chooses_by_counts(&load(format, [2048, 768, 128, 8], ranks, tokens))
-        };
-        assert!(choice(DeviceFormat::Int4, 1, 64) && choice(DeviceFormat::Nvfp4, 4, 16));
-        assert!(!choice(DeviceFormat::Int4, 1, 32) && !choice(DeviceFormat::Fp8, 1, 64));
     }
 }
