@@ -1,9 +1,14 @@
-//! Which steps launch the experts' kernel for few rows.
+//! Which steps launch the experts' kernels for few and for many rows.
 //!
-//! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
+//! Launches are captured before the routing is known, so the choice follows from the step's shape. All kernels are right for any
 //! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
 
+use expertd_kernels::experts;
+
 use crate::format::DeviceFormat;
+
+/// Least mean number of rows of an expert for the kernel for many rows (W4A8).
+const MANY_ROWS: f64 = 112.0;
 
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +53,15 @@ impl DeviceFormat {
             DeviceFormat::W4a8 => return false, // has no such kernel
         };
         load.rows() <= rows && load.bytes() <= bytes
+    }
+
+    /// The launch flags of the kernel that is expected to be fastest.
+    pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
+        match self {
+            _ if self.has_few_rows(load) => experts::FEW_ROWS,
+            DeviceFormat::W4a8 if load.rows() >= MANY_ROWS => experts::MANY_ROWS,
+            _ => 0,
+        }
     }
 }
 

@@ -321,7 +321,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, format.has_few_rows(&self.routed_load()))
+            ..self.mlp(spec.activation, format.kernel_flags(&self.routed_load()))
         }
     }
 
@@ -375,7 +375,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(activation, format.has_few_rows(&load))
+            ..self.mlp(activation, format.kernel_flags(&load))
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {
@@ -477,7 +477,7 @@ impl Phases<'_> {
     }
 
     /// The parameters that routed and shared experts have in common.
-    fn mlp(&self, activation: Activation, few_rows: bool) -> ExpertsParams {
+    fn mlp(&self, activation: Activation, flags: i32) -> ExpertsParams {
         let Phases { step, buffers, shape, .. } = self;
         let (activation, alpha, limit) = activation_code(activation);
         let state = step.slot.kernels.state.address();
@@ -496,7 +496,7 @@ impl Phases<'_> {
             activation,
             alpha,
             limit,
-            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
+            flags: experts::PROGRAMMATIC | flags,
             ..ExpertsParams::default()
         }
     }
