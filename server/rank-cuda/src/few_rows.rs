@@ -85,12 +85,31 @@ mod tests {
         }
     }
 
+    const QWEN3: [usize; 4] = [2048, 768, 128, 8];
+    const MIXTRAL: [usize; 4] = [4096, 14336, 8, 2];
+    const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
+    const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
+
+    #[test]
+    fn many_rows_are_chosen_for_mxfp4_with_fp8_rows_only() {
+        for (format, model, tokens, flags) in [
+            (DeviceFormat::W4a8, GPT_OSS, 2048, 0),
+            (DeviceFormat::W4a8, GPT_OSS, 4096, experts::MANY_ROWS),
+            (DeviceFormat::W4a8, QWEN3, 1024, 0),
+            (DeviceFormat::W4a8, QWEN3, 2048, experts::MANY_ROWS),
+            (DeviceFormat::Mxfp4, GPT_OSS, 8192, 0),
+            (DeviceFormat::Mxfp4, GPT_OSS, 8, experts::FEW_ROWS),
+        ] {
+            assert_eq!(
+                format.kernel_flags(&load(format, model, 1, tokens)),
+                flags,
+                "{format:?} {tokens} rows"
+            );
+        }
+    }
+
     #[test]
     fn the_faster_kernel_is_chosen_where_both_were_measured() {
-        const QWEN3: [usize; 4] = [2048, 768, 128, 8];
-        const MIXTRAL: [usize; 4] = [4096, 14336, 8, 2];
-        const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
-        const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
         let cases = [
             (DeviceFormat::Bf16, QWEN3, 4, &[1, 2, 4, 8, 16][..], &[32, 128][..]),
             (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[8, 16, 32]),
