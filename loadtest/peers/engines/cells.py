@@ -229,7 +229,7 @@ class Comparison:
         out = args.logs / f"{name}.jsonl"
         out.write_text("")
         about = {**self.about, "mode": mode, "gate": gate}
-        cells = [{**cell, "file": str(args.logs / f"tokens-{mode}-{gate}.json"), "about": about} for cell in todo]
+        cells = [{"file": str(args.logs / f"tokens-{mode}-{gate}.json"), **cell, "about": about} for cell in todo]
         names = ("tokens", "repeat", "prompt", "dtype", "device", "seed")
         job = {one: getattr(args, one) for one in names} | {
             "out": str(out),
@@ -374,6 +374,11 @@ def rate(times, batch):
     return f"{1e3 * batch / statistics.median(times):,.0f}" if times else "-"
 
 
+def daemon_of(args, folder):
+    """An MPS daemon for engines and services on GPUs; yields how there is one."""
+    return mps(pathlib.Path(folder)) if args.device == "cuda" else contextlib.nullcontext()
+
+
 def main(args, engine, script, variables, flags=()):
     """Runs all cells. Ends with status 1 if one of them has failed. `variables(job)` and `flags` are those of the engine's process."""
     if args.rounds < 1 or args.repeat < 1 or args.tokens < 2 or args.prompt < 1:
@@ -391,7 +396,7 @@ def main(args, engine, script, variables, flags=()):
             comparison.make_checkpoint()
             comparison.identify()
             # All modes run under the daemon, so that stock differs in nothing else.
-            with mps(pathlib.Path(folder)) if args.device == "cuda" else contextlib.nullcontext() as daemon:
+            with daemon_of(args, folder) as daemon:
                 try:
                     comparison.say({**about(args, engine, daemon), "cache_gib": round(comparison.cache / 2**30, 2), **comparison.about})
                     for number in range(args.rounds):

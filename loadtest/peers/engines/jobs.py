@@ -16,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 
@@ -122,7 +123,25 @@ def fault(engine, job, cell):
     }
 
 
-KINDS = {"decode": decode, "prefill": prefill, "tokens": tokens, **dict.fromkeys(FAULTS, fault)}
+def at_once(engine, job, cell):
+    """Begins when the file `go` is there. When tokens arrived, on the clock that processes share, and how many sequences are as at the first time."""
+    prompts = prompts_of(job, {"id": f"at-once-{cell['batch']}"}, 0, cell["batch"])
+    while not os.path.exists(cell["go"]):
+        time.sleep(0.001)
+    begin = time.monotonic()
+    run = engine.run(prompts, job["tokens"])
+    if not os.path.exists(cell["file"]):
+        with open(cell["file"], "w") as out:
+            json.dump(run.tokens, out)
+    with open(cell["file"]) as file:
+        alone = json.load(file)
+    return {
+        "outputs": [(begin + at, count) for at, count in run.times],
+        "equal": sum(a == b for a, b in zip(alone, run.tokens, strict=True)),
+    }
+
+
+KINDS = {"at-once": at_once, "decode": decode, "prefill": prefill, "tokens": tokens, **dict.fromkeys(FAULTS, fault)}
 
 
 def measure(engine, job, cell):
