@@ -98,15 +98,20 @@ def intervals(run, after=0):
 def fault(engine, job, cell):
     """The service is struck once half of the tokens are there. Compares with the same prompts without a fault."""
     prompts = prompts_of(job, cell, 0, cell["batch"])
-    whole = engine.run(prompts, job["tokens"])
+
+    def run(at_half=lambda: None):
+        # Some engines say when tokens arrived only if something happens meanwhile.
+        return engine.run(prompts, job["tokens"], at_half=at_half)
+
+    whole = run()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         struck = []
-        hits = [engine.run(prompts, job["tokens"], at_half=lambda: struck.append(pool.submit(strike, job, cell["kind"])))]
+        hits = [run(lambda: struck.append(pool.submit(strike, job, cell["kind"])))]
         if not struck:
             raise RuntimeError("the run ended before half of its tokens were there, so that nothing happened to the service")
         # A reload can take longer than a run.
         while not struck[0].done():
-            hits.append(engine.run(prompts, job["tokens"]))
+            hits.append(run())
         struck[0].result()
     later = intervals(hits[0], len(prompts) * job["tokens"] / 2) + [one for hit in hits[1:] for one in intervals(hit)]
     usual = intervals(whole)
