@@ -1,7 +1,7 @@
 // The kernel for few rows of the portable path. It divides work, multiplies and adds up as experts_few.cu does, so a row gets the same bits.
 //
-// A consumer brings its own weights with cp.async, to a ring of its own whose depth follows from the shared memory of the device. Its next
-// chunks are under way while it multiplies one, also across segments and while it waits for h.
+// Streams bring weights with cp.async, in chunks. A consumer has a ring of its own, whose depth follows from the shared memory of the device, so
+// that it needs no more than two chunks.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,9 +14,8 @@
 namespace expertd {
 namespace {
 
-constexpr int ROWS_WARP = FEW_CONSUMERS + FEW_FINISHERS; // the last warp, which brings rows
-constexpr int THREADS = 32 * (ROWS_WARP + 1);
-constexpr int MOST_DEPTH = 6; // chunks of a consumer that are under way: enough for the bandwidth of a multiprocessor of any card
+constexpr int THREADS = FEW_THREADS;
+constexpr int MOST_DEPTH = 6; // chunks of a ring: enough for the bandwidth of a multiprocessor of any card
 
 // A format with the chunks and slots of this kernel.
 template <class Base, int UNITS> struct Few : Base {
@@ -27,86 +26,63 @@ template <class Base, int UNITS> struct Few : Base {
 template <class Format> struct Layout {
     static constexpr int CHUNK_BYTES = Format::CHUNK_UNITS * Format::UNIT_BYTES;
     static constexpr int ROW_BYTES = FEW_TOKENS * Format::ROW_STRIDE; // of a consumer's slot of rows
-    static constexpr int ROWS = (int(sizeof(FewShared)) + 127) / 128 * 128 + 512; // place of the rows, behind the barriers
-    static constexpr int RINGS = ROWS + FEW_CONSUMERS * ROW_BYTES;                // place of the rings
+    static constexpr int ROWS = (int(sizeof(FewShared)) + 127) / 128 * 128; // place of the rows
+    static constexpr int RINGS = ROWS + FEW_CONSUMERS * ROW_BYTES;         // place of the rings
     static constexpr int bytes(int depth) { return RINGS + FEW_CONSUMERS * depth * CHUNK_BYTES; }
     static_assert(CHUNK_BYTES % 16 == 0 && RINGS % 16 == 0 && bytes(2) <= 99 * 1024, "two chunks fit the smallest shared memory");
 };
 
-struct Barriers {
-    uint64_t full[FEW_CONSUMERS][MOST_DEPTH];
-    uint64_t unused[FEW_CONSUMERS]; // where Format::multiply_all arrives: a consumer's slots need no other warp's permission
-};
-static_assert(sizeof(Barriers) <= 512, "their place in Layout");
+// The barriers of a consumer's ring.
+__device__ __forceinline__ uint64_t* full_of(FewShared& shared, int consumer) { return &shared.full[0][0] + consumer * MOST_DEPTH; }
+__device__ __forceinline__ uint64_t* empty_of(FewShared& shared, int consumer) { return &shared.empty[0][0] + consumer * MOST_DEPTH; }
+static_assert(FEW_CONSUMERS * MOST_DEPTH <= FEW_STREAMS * FEW_MOST_SLOTS);
 
-// The chunks of a consumer's items, in the order in which it multiplies them.
-template <class Format> class Chunks {
-  public:
-    __device__ __forceinline__ Chunks(const ExpertdExpertsParams& p, const FewShared& shared, const FewShare& share, int warp)
-        : p_(p), shared_(shared), segments_(p, shared.tables, share), warp_(warp) {
-        more_ = next_segment();
-    }
-
-    // Starts to bring the next chunk, if there is one. All lanes must call it.
-    __device__ __forceinline__ void bring(uint32_t slot, uint64_t* full) {
-        if (!more_) return;
-        constexpr int PIECES = (Layout<Format>::CHUNK_BYTES + 511) / 512;
-        const int lane = threadIdx.x % 32, bytes = min(Format::CHUNK_UNITS, units_ - done_) * Format::UNIT_BYTES;
-        const char* from = source_ + done_ * Format::UNIT_BYTES;
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const int at = i * 512 + lane * 16;
-            if (at < bytes) copy_16(slot + at, from + at, true);
-        }
-        barrier_arrive_after_copies(full);
-        done_ += Format::CHUNK_UNITS;
-        if (done_ < units_) return;
-        done_ = 0, left_ -= FEW_CONSUMERS, source_ += FEW_CONSUMERS * block_bytes_;
-        if (left_ <= 0) more_ = next_segment();
-    }
-
-  private:
-    // Goes to the next segment of which the consumer has an item.
-    __device__ __forceinline__ bool next_segment() {
-        FewSegment segment;
-        while (segments_.next(segment)) {
-            const int first = residue_of(items_, warp_), all_units = (segment.phase == 0 ? 2 * p_.inter : p_.hidden) / UNIT_ROWS;
-            const int k_blocks = few_k_blocks<Format>(segment.k(p_));
-            items_ += k_blocks;
-            if (first >= k_blocks) continue;
-            left_ = k_blocks - first;
-            units_ = segment.units;
-            block_bytes_ = all_units * Format::UNIT_BYTES;
-            source_ = static_cast<const char*>(segment.phase == 0 ? shared_.layer.gate_up : shared_.layer.down) +
-                      (segment.expert * int64_t(k_blocks) + first) * block_bytes_ + int64_t(segment.unit) * Format::UNIT_BYTES;
-            return true;
-        }
-        return false;
-    }
-
-    const ExpertdExpertsParams& p_;
-    const FewShared& shared_;
-    FewSegments segments_;
-    const int warp_;
-    bool more_;
-    uint32_t items_ = 0; // of the block, up to the end of the segment
-    int left_;           // k blocks of the segment from the current one on
-    int units_, done_ = 0;
-    const char* source_;
-    int block_bytes_; // of a k block of the matrix
-};
-
-// Brings and multiplies the warp's items, as consume_few does.
+// Brings the chunks of the stream's items to the rings of their consumers.
 template <class Format>
-__device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared& shared, Barriers& barriers, const FewShare& share,
-                                        uint32_t memory, int depth, int warp) {
+__device__ __forceinline__ void stream_chunks(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t rings, int depth, int stream) {
+    constexpr int CHUNK_BYTES = Layout<Format>::CHUNK_BYTES, PIECES = (CHUNK_BYTES + 511) / 512;
+    const int lane = threadIdx.x % 32;
+    FewSegments segments(p, shared.tables, share);
+    FewSegment segment;
+    uint32_t items = 0; // of the block before the segment
+    int next = 0;       // of lane i: the slot that consumer stream + i * FEW_STREAMS gets next,
+    uint32_t parity = 1; // and the parity of its barrier
+    while (segments.next(segment)) {
+        const int k_blocks = few_k_blocks<Format>(segment.k(p)), all_units = (segment.phase == 0 ? 2 * p.inter : p.hidden) / UNIT_ROWS;
+        const int64_t block_bytes = int64_t(all_units) * Format::UNIT_BYTES;
+        const int first = first_of_stream(items, stream);
+        const char* source = static_cast<const char*>(segment.phase == 0 ? shared.layer.gate_up : shared.layer.down) +
+                             (segment.expert * int64_t(k_blocks) + first) * block_bytes + int64_t(segment.unit) * Format::UNIT_BYTES + lane * 16;
+        for (int k = first; k < k_blocks; k += FEW_STREAMS, source += FEW_STREAMS * block_bytes) {
+            const int consumer = (items + k) % FEW_CONSUMERS;
+            const uint32_t ring = rings + consumer * depth * CHUNK_BYTES + lane * 16;
+            for (int done = 0; done < segment.units; done += Format::CHUNK_UNITS) {
+                const int slot = __shfl_sync(0xffffffff, next, consumer / FEW_STREAMS);
+                barrier_wait(empty_of(shared, consumer) + slot, __shfl_sync(0xffffffff, parity, consumer / FEW_STREAMS));
+                const int bytes = min(Format::CHUNK_UNITS, segment.units - done) * Format::UNIT_BYTES - lane * 16;
+                const char* from = source + done * Format::UNIT_BYTES;
+                const uint32_t to = ring + slot * CHUNK_BYTES;
+#pragma unroll
+                for (int i = 0; i < PIECES; i++) {
+                    if (i * 512 < bytes) copy_16(to + i * 512, from + i * 512, true);
+                }
+                barrier_arrive_after_copies(full_of(shared, consumer) + slot);
+                if (lane == consumer / FEW_STREAMS && ++next == depth) next = 0, parity ^= 1;
+            }
+        }
+        items += k_blocks;
+    }
+    copies_wait_all();
+}
+
+// Multiplies the warp's items, as consume_few does.
+template <class Format>
+__device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared& shared, const FewShare& share, uint32_t memory, int depth, int warp) {
     using Place = Layout<Format>;
     const int lane = threadIdx.x % 32;
     const uint32_t rows = memory + Place::ROWS + warp * Place::ROW_BYTES, place = Format::place(lane);
     const uint32_t ring = memory + Place::RINGS + warp * depth * Place::CHUNK_BYTES;
-    uint64_t* full = barriers.full[warp];
-    Chunks<Format> ahead(p, shared, share, warp);
-    for (int i = 0; i < depth; i++) ahead.bring(ring + i * Place::CHUNK_BYTES, &full[i]);
+    uint64_t *full = full_of(shared, warp), *empty = empty_of(shared, warp);
     int slot = 0;
     uint32_t slot_parity = 0, items = 0, taken = 0, parity = 1;
     FewSegments segments(p, shared.tables, share);
@@ -128,16 +104,14 @@ __device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared
                 const uint32_t chunk = ring + slot * Place::CHUNK_BYTES;
                 barrier_wait(&full[slot], slot_parity);
                 if constexpr (Format::IN_TWOS) {
-                    Format::multiply_all(sums + u, row, chunk + place, min(Format::CHUNK_UNITS, segment.units - u), &barriers.unused[warp]);
-                    __syncwarp(); // all lanes have read the chunk
-                    ahead.bring(chunk, &full[slot]);
+                    Format::multiply_all(sums + u, row, chunk + place, min(Format::CHUNK_UNITS, segment.units - u), &empty[slot]);
                 } else {
                     // Of a chunk whose last units do not exist, what is multiplied is not used.
                     typename Format::Unit unit[Format::CHUNK_UNITS];
 #pragma unroll
                     for (int i = 0; i < Format::CHUNK_UNITS; i++) unit[i].load(chunk + place + i * Format::UNIT_BYTES, 0);
                     __syncwarp();
-                    ahead.bring(chunk, &full[slot]);
+                    if (arrives_for_warp()) barrier_arrive(&empty[slot]);
 #pragma unroll
                     for (int i = 0; i < Format::CHUNK_UNITS; i++) unit[i].multiply(sums[u + i], row);
                 }
@@ -156,26 +130,21 @@ __device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared
         __syncwarp();
         if (arrives_for_warp()) barrier_arrive(&shared.sums_full);
     }
-    copies_wait_all();
 }
 
 template <class Format>
 __global__ void __launch_bounds__(THREADS, 1) portable_few(const __grid_constant__ ExpertdExpertsParams p, int depth) {
     extern __shared__ __align__(128) unsigned char memory[];
     FewShared& shared = *reinterpret_cast<FewShared*>(memory);
-    Barriers& barriers = *reinterpret_cast<Barriers*>(memory + Layout<Format>::ROWS - 512);
     const int warp = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0) {
         for (int c = 0; c < FEW_CONSUMERS; c++) {
-            for (int i = 0; i < depth; i++) barrier_init(&barriers.full[c][i], 32);
-            barrier_init(&barriers.unused[c], WARP_ARRIVALS);
+            for (int i = 0; i < depth; i++) barrier_init(full_of(shared, c) + i, 32), barrier_init(empty_of(shared, c) + i, WARP_ARRIVALS);
             barrier_init(&shared.rows_full[c][0], 32), barrier_init(&shared.rows_empty[c][0], WARP_ARRIVALS);
         }
         barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
         barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
     }
-    // make_few_tables adds up the tiles of FEW_THREADS threads, of which there are fewer here.
-    if (threadIdx.x < FEW_THREADS / 32 && threadIdx.x > ROWS_WARP) shared.warp_tiles[threadIdx.x] = 0;
     if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) {
         const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
@@ -190,9 +159,11 @@ __global__ void __launch_bounds__(THREADS, 1) portable_few(const __grid_constant
     const FewShare share = few_share<Format>(p, tiles);
     const uint32_t at = smem_address(memory);
     if (warp < FEW_FINISHER) {
-        consume<Format>(p, shared, barriers, share, at, depth, warp);
-    } else if (warp < ROWS_WARP) {
+        consume<Format>(p, shared, share, at, depth, warp);
+    } else if (warp < FEW_STREAM) {
         finish_few<Format>(p, shared, share, warp - FEW_FINISHER);
+    } else if (warp < FEW_ROWS) {
+        stream_chunks<Format>(p, shared, share, at + Layout<Format>::RINGS, depth, warp - FEW_STREAM);
     } else {
         bring_rows<Format>(p, shared, share, at + Layout<Format>::ROWS);
     }
