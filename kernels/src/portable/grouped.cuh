@@ -109,16 +109,25 @@ template <int PAIRS, class F> __device__ __forceinline__ void with_pairs(int pai
     multiply(Constant<PAIRS>());
 }
 
+// Adds 1 to a counter if `adds` is true, and returns in `before` what it was. The compiler makes branches of atom.add, behind which it awaits the
+// value; this one is awaited where it is used.
+__device__ __forceinline__ void add_one_if(uint32_t* counter, bool adds, uint32_t& before) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n}" : "+r"(before) : "l"(counter), "r"(int(adds))
+                 : "memory");
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     portable_grouped(const __grid_constant__ ExpertdExpertsParams p, const __grid_constant__ GroupedPhase phase) {
     extern __shared__ __align__(128) unsigned char memory[];
     GroupedShared& shared = *reinterpret_cast<GroupedShared*>(memory);
-    if (threadIdx.x < phase.stages) {
-        barrier_init(&shared.full[threadIdx.x], Shape::THREADS);
-        barrier_init(&shared.empty[threadIdx.x], Shape::THREADS / 32 * WARP_ARRIVALS);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < phase.stages; i++) {
+            barrier_init(&shared.full[i], Shape::THREADS);
+            barrier_init(&shared.empty[i], Shape::THREADS / 32 * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < GROUPED_DRAWS; i++) barrier_init(&shared.drawn[i], 1);
     }
-    if (threadIdx.x < GROUPED_DRAWS) barrier_init(&shared.drawn[threadIdx.x], 1);
     if (blockIdx.x == 0 && threadIdx.x == 0) *drawn_tiles(p, 1 - phase.phase) = 0;
     // The barriers in there make the above visible, too.
     int32_t* const scratch = reinterpret_cast<int32_t*>(memory + sizeof(GroupedShared));
@@ -131,11 +140,19 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     const bool plain = phase.phase == 0 ? layer.gate_up_bias == nullptr && p.activation == EXPERTD_SWIGLU && p.weight_on_input == 0
                                         : layer.down_bias == nullptr;
     GroupedRing<Shape> ring(p, phase, layer, shared);
+    // A block draws until it has its share of the work, so all tiles are drawn. One whose tiles are small takes more of them.
+    const int64_t all_work = int64_t(phase.strips) * (shared.tables.end[p.experts - 1] + token_tiles * int64_t(TILE_WORK));
+    const int share = int((all_work + gridDim.x - 1) / gridDim.x);
+    int work = 0; // of the tiles that the block has drawn, in warp 0
+    if (warp == 0) {
+        for (int i = 0; i < phase.draws; i++) work += work_of(drawn_tile(shared, i));
+    }
     for (int index = 0;; index++) {
         const GroupedTile tile = drawn_tile(shared, index);
         if (tile.tokens == 0) break;
-        int later = tiles; // needed when this tile has been multiplied
-        if (threadIdx.x == 0) later = phase.draws * gridDim.x + atomicAdd(drawn_tiles(p, phase.phase), 1u);
+        const bool draws = warp == 0 && work < share;
+        uint32_t drawn = 0; // needed when this tile has been multiplied
+        add_one_if(drawn_tiles(p, phase.phase), draws && threadIdx.x == 0, drawn);
         // The first token warps have one more pair of eight tokens if the number is odd. Warps that share a scheduler have both kinds.
         const int all = divide_up(tile.tokens, 16), pairs = divide_up(all - token_warp, Shape::TOKEN_WARPS);
         const int first = token_warp * divide_up(all, Shape::TOKEN_WARPS) * 16;
@@ -143,7 +160,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
         with_pairs<Shape::PAIRS>(pairs, [&](auto of) {
             multiply_tile<Shape, decltype(of)::value>(ring, sums, phase.panels, row_warp, first);
         });
-        if (warp == 0) store_draw<Shape>(p, shared, phase, tiles, index + phase.draws, uniform(later));
+        if (warp == 0) work += store_draw<Shape>(p, shared, phase, tiles, index + phase.draws, draws ? phase.draws * gridDim.x + uniform(drawn) : tiles);
         const int unit = tile.row / UNIT_ROWS + row_warp * Shape::UNITS;
         if (phase.phase == 0 && plain) store_tile<Shape, 0, true>(p, layer, tile, unit, phase.units, first, pairs, sums);
         else if (phase.phase == 0) store_tile<Shape, 0, false>(p, layer, tile, unit, phase.units, first, pairs, sums);

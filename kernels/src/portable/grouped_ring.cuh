@@ -79,14 +79,20 @@ struct GroupedPhase {
     }
 };
 
-// Stores tile `id` of `all` as the block's `index`th. One warp calls it.
+// A tile's time: that of its products, and of what does not depend on its tokens.
+constexpr int TILE_WORK = 64; // in tokens
+__device__ __forceinline__ int work_of(const GroupedTile& tile) { return tile.tokens == 0 ? 0 : tile.tokens + TILE_WORK; }
+
+// Stores tile `id` of `all` as the block's `index`th, and returns its work. One warp calls it.
 template <class Shape>
-__device__ __forceinline__ void store_draw(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedPhase& of, int all, int index, int id) {
+__device__ __forceinline__ int store_draw(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedPhase& of, int all, int index, int id) {
     GroupedTile tile = {};
     if (id < all) tile = find_tile<Shape::ROWS, Shape::TOKENS, Shape::FEWER_TOKENS>(p, shared.tables, of.strips, of.tokens, id);
-    if (threadIdx.x % 32 != 0) return;
-    shared.tiles[index % GROUPED_DRAWS] = tile;
-    barrier_arrive(&shared.drawn[index % GROUPED_DRAWS]);
+    if (threadIdx.x % 32 == 0) {
+        shared.tiles[index % GROUPED_DRAWS] = tile;
+        barrier_arrive(&shared.drawn[index % GROUPED_DRAWS]);
+    }
+    return work_of(tile);
 }
 __device__ __forceinline__ GroupedTile drawn_tile(GroupedShared& shared, int index) {
     barrier_wait(&shared.drawn[index % GROUPED_DRAWS], index / GROUPED_DRAWS % 2);

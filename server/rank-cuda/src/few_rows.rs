@@ -46,6 +46,7 @@ impl DeviceFormat {
         let (rows, bytes) = match self {
             DeviceFormat::Bf16 if portable => (2.0, f64::INFINITY),
             DeviceFormat::Bf16 => (4.0, 3.5e6),
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros if portable => (8.0, f64::INFINITY),
             DeviceFormat::Int4 | DeviceFormat::Int4Zeros => (4.0, f64::INFINITY),
             DeviceFormat::Nvfp4 => (2.0, f64::INFINITY),
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
@@ -60,7 +61,7 @@ impl DeviceFormat {
     /// widen.
     pub fn tile_tokens(self, load: &ExpertsLoad) -> i32 {
         let widens = self != DeviceFormat::Bf16;
-        if load.kernels == KernelPath::Portable && widens && load.rows() <= 20.0 { 48 } else { 0 }
+        if load.kernels == KernelPath::Portable && widens && load.rows() <= 32.0 { 48 } else { 0 }
     }
 }
 
@@ -87,11 +88,29 @@ mod tests {
 
     #[test]
     fn portable_kernels_have_limits_of_their_own() {
-        for (tokens, expected) in [(8, true), (32, true), (128, false)] {
-            let load = load(DeviceFormat::Bf16, [2048, 768, 128, 8], 1, tokens);
-            let portable = ExpertsLoad { kernels: KernelPath::Portable, ..load };
-            assert_eq!(DeviceFormat::Bf16.has_few_rows(&portable), expected, "{tokens} rows");
+        let cases = [
+            (DeviceFormat::Bf16, &[1, 8, 32][..], &[64, 128][..]),
+            (DeviceFormat::Int4, &[1, 8, 32, 64, 128], &[256]),
+            (DeviceFormat::Fp8, &[1, 8, 32], &[128]),
+        ];
+        for (format, few, many) in cases {
+            for &tokens in few.iter().chain(many) {
+                let load = load(format, [2048, 768, 128, 8], 1, tokens);
+                let portable = ExpertsLoad { kernels: KernelPath::Portable, ..load };
+                assert_eq!(
+                    format.has_few_rows(&portable),
+                    few.contains(&tokens),
+                    "{format:?}, {tokens} rows"
+                );
+                assert_eq!(format.tile_tokens(&load), 0);
+            }
         }
+        let tile = |format: DeviceFormat, tokens| {
+            let load = load(format, [2048, 768, 128, 8], 1, tokens);
+            format.tile_tokens(&ExpertsLoad { kernels: KernelPath::Portable, ..load })
+        };
+        assert_eq!([128, 512, 1024].map(|tokens| tile(DeviceFormat::Mxfp4, tokens)), [48, 48, 0]);
+        assert_eq!(tile(DeviceFormat::Bf16, 512), 0);
     }
 
     #[test]
