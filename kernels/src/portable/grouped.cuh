@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
                                         : layer.down_bias == nullptr;
     GroupedRing<Shape> ring(p, phase, layer, shared);
     // A block draws until it has its share of the work, so all tiles are drawn. One whose tiles are small takes more of them.
-    const int64_t all_work = int64_t(phase.strips) * (shared.tables.end[p.experts - 1] + token_tiles * int64_t(TILE_WORK));
+    const int assignments = shared.tables.end[p.experts - 1] - __ldcg(p.expert_offsets);
+    const int64_t all_work = int64_t(phase.strips) * (assignments + token_tiles * int64_t(TILE_WORK));
     const int share = int((all_work + gridDim.x - 1) / gridDim.x);
     int work = 0; // of the tiles that the block has drawn, in warp 0
     if (warp == 0) {

@@ -81,7 +81,7 @@ __device__ __forceinline__ GroupedTile find_tile(const ExpertdExpertsParams& p, 
         low += here;
         if (here < 32) break;
     }
-    int before = tables.tile[low], expert = low * GroupedTables::GROUP, begin = expert == 0 ? 0 : tables.end[expert - 1];
+    int before = tables.tile[low], expert = low * GroupedTables::GROUP, begin = expert == 0 ? __ldcg(p.expert_offsets) : tables.end[expert - 1];
     int count = tables.end[expert] - begin, token_tiles = tiles_of(count);
     while (before + token_tiles <= place) {
         before += token_tiles, begin += count, expert++;

@@ -121,6 +121,7 @@ pub fn skew(options: &Options) -> Outcome {
         println!("skew: format {format}: largest error {worst:.1e}");
         if KernelPath::chosen() == KernelPath::Portable {
             drawn(&device, &mut random, format)?;
+            behind_others(&device, &mut random, format)?;
         }
     }
     Ok(())
@@ -158,6 +159,28 @@ fn drawn(device: &Device, random: &mut Random, format: i32) -> Outcome {
             }
         }
         println!("drawn: format {format}, {hidden} x {inter}: largest error {worst:.1e}");
+    }
+    Ok(())
+}
+
+/// Experts behind others in a list of assignments, as copies of experts are: their offsets do not begin at 0.
+fn behind_others(device: &Device, random: &mut Random, format: i32) -> Outcome {
+    const COUNTS: [usize; 4] = [5, 200, 0, 17];
+    let case = Case { format, hidden: 192, inter: 128, ..PLAIN };
+    let all: Vec<Expert> = (0..COUNTS.len()).map(|_| case.draw(random)).collect();
+    let loaded = load(device, &case, &all[1..])?;
+    let step = Step::draw(random, case.hidden, &COUNTS);
+    let assignments: Vec<usize> = (COUNTS[0]..step.index.len()).collect();
+    let wanted = expected_of(&case, &all, &step, &assignments);
+    for &tiles in kernels(format) {
+        let mut launch = Launch::new(device, &step, &case, &loaded, tiles)?;
+        launch.params.expert_offsets += size_of::<i32>() as u64;
+        launch.params.experts -= 1;
+        let y = launch.run()?;
+        for (&assignment, wanted) in assignments.iter().zip(&wanted) {
+            compare_row(assignment, wanted, &y, tolerance(format))
+                .map_err(|error| format!("behind others: format {format}, tiles {tiles:?}: {error}"))?;
+        }
     }
     Ok(())
 }
