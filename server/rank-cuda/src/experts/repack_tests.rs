@@ -8,7 +8,6 @@
 use expertd_compute::experts::cpu::CpuExpert;
 use expertd_compute::linalg::{PackedMatrix, SimdLevel};
 use expertd_kernels::device::Buffer;
-use expertd_kernels::event::Event;
 use expertd_kernels::experts::{
     PACK_DOWN, PACK_GATE_UP, PANEL, PackParams, RepackParams, UNIT_ROWS, pack_host, pack_narrow_host, repack,
     repack_host,
@@ -419,75 +418,6 @@ fn panels_of_cpu_ranks_become_those_of_the_loader() {
             found.row_scales.copy_from_slice(&row_scales.read().unwrap()[..count]);
         }
     });
-}
-
-/// Rewriting keeps ahead of copies, which bring at most 63 GB/s over PCIe 5. Prints rates, counted in bytes of the source.
-#[test]
-#[ignore = "needs a GPU; run on a machine that has one with `-- --ignored`"]
-fn rewriting_is_faster_than_copies() {
-    use DeviceFormat::{Bf16, Fp8, Int4, Int4Zeros, Mxfp4, Mxfp8, Nvfp4, W4a8, W8a8};
-    const LAUNCHES: u32 = 20;
-    // So many that their bytes do not fit the cache.
-    const REPEATS: usize = 12;
-    let device = crate::engine::open::open(0).unwrap();
-    let stream = device.stream().unwrap();
-    let [begun, ended] = [0, 1].map(|_| Event::new(&device).unwrap());
-    let level = SimdLevel::best();
-    let zeros = Case { zeros: true, ..case(WeightFormat::Int4, Int4Zeros, [1, 128]) };
-    let fp8 = |device| case(WeightFormat::Fp8E4m3, device, [128, 128]);
-    let mxfp4 = |device| case(WeightFormat::Mxfp4, device, [1, 32]);
-    for case in [
-        case(WeightFormat::Bf16, Bf16, [ALL, ALL]),
-        fp8(Fp8),
-        fp8(W8a8),
-        case(WeightFormat::Mxfp8, Mxfp8, [1, 32]),
-        case(WeightFormat::Int4, Int4, [1, 32]),
-        zeros,
-        mxfp4(Mxfp4),
-        mxfp4(W4a8),
-        case(WeightFormat::Nvfp4, Nvfp4, [1, 16]),
-    ] {
-        let sizes = [2048, 768];
-        let (source, params) = of_cpu(&case, sizes, &draw(&case, sizes), level);
-        let words: &[u64] = bytemuck::cast_slice(&source);
-        let source = Buffer::from_slice(&device, &words.repeat(REPEATS)).unwrap();
-        let places = panels(&case, sizes).map(|panels| {
-            let words = EXPERTS * REPEATS * panels.bytes / 8;
-            let scales = (EXPERTS * REPEATS * panels.rows).max(1);
-            let elements = Buffer::<u64>::zeroed(&device, words).unwrap();
-            (elements, Buffer::<u32>::zeroed(&device, scales).unwrap(), panels.bytes)
-        });
-        let launch = || {
-            for (params, (elements, row_scales, bytes)) in params.iter().zip(&places) {
-                let params = RepackParams {
-                    source: source.address() + params.source,
-                    scales: source.address() + params.scales,
-                    panels: elements.address(),
-                    row_scales: row_scales.address(),
-                    panel_stride: *bytes as u64,
-                    experts: (EXPERTS * REPEATS) as i32,
-                    ..*params
-                };
-                // SAFETY: source and destination are live buffers of the sizes that the parameters say.
-                unsafe { repack(&params, stream.raw()) }.unwrap();
-            }
-        };
-        launch();
-        begun.record(&stream).unwrap();
-        (0..LAUNCHES).for_each(|_| launch());
-        ended.record(&stream).unwrap();
-        stream.synchronize().unwrap();
-        let bytes = params[0].source_stride as usize * EXPERTS * REPEATS;
-        let took = ended.since(&begun).unwrap() / LAUNCHES;
-        let rate = bytes as f64 / took.as_secs_f64();
-        println!(
-            "{:?} as {:?}, {level}: {took:?} for {bytes} bytes, {:.0} GB/s",
-            case.stored,
-            case.device,
-            rate / 1e9
-        );
-        assert!(rate > 63e9, "{case:?}, {level}: {rate:.3e} bytes/s");
-    }
 }
 
 /// Whether the experts of a case come to the GPU.
