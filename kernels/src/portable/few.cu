@@ -35,7 +35,6 @@ template <class Format> struct Layout {
 
 struct Barriers {
     uint64_t full[FEW_CONSUMERS][MOST_DEPTH];
-    uint64_t unused[FEW_CONSUMERS]; // where Format::multiply_all arrives: a consumer's slots need no other warp's permission
 };
 static_assert(sizeof(Barriers) <= 512, "their place in Layout");
 
@@ -128,7 +127,7 @@ __device__ __forceinline__ void consume(const ExpertdExpertsParams& p, FewShared
                 const uint32_t chunk = ring + slot * Place::CHUNK_BYTES;
                 barrier_wait(&full[slot], slot_parity);
                 if constexpr (Format::IN_TWOS) {
-                    Format::multiply_all(sums + u, row, chunk + place, min(Format::CHUNK_UNITS, segment.units - u), &barriers.unused[warp]);
+                    Format::multiply_all(sums + u, row, chunk + place, min(Format::CHUNK_UNITS, segment.units - u), nullptr);
                     __syncwarp(); // all lanes have read the chunk
                     ahead.bring(chunk, &full[slot]);
                 } else {
@@ -168,7 +167,6 @@ __global__ void __launch_bounds__(THREADS, 1) portable_few(const __grid_constant
     if (threadIdx.x == 0) {
         for (int c = 0; c < FEW_CONSUMERS; c++) {
             for (int i = 0; i < depth; i++) barrier_init(&barriers.full[c][i], 32);
-            barrier_init(&barriers.unused[c], WARP_ARRIVALS);
             barrier_init(&shared.rows_full[c][0], 32), barrier_init(&shared.rows_empty[c][0], WARP_ARRIVALS);
         }
         barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);

@@ -204,11 +204,10 @@ settings! {
     /// With --device cuda,cpu: memory for weights on the GPU, such as 40GiB; it gets as many of each layer's first experts as fit
     gpu_memory: MemorySize = None, env "EXPERTD_GPU_MEMORY", in "Ranks and devices";
     /// With --device cuda,cpu: part of --gpu-memory for copies of those experts of CPU ranks that are used most, such as 20GiB; they change
-    /// while the service runs. Only weights that GPUs hold in bf16 are copied (stored as bf16, f16 or f32) [default: none]
+    /// while the service runs [default: none]
     slot_memory: MemorySize = None, env "EXPERTD_SLOT_MEMORY", in "Ranks and devices";
     /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU and computed there; 0: none
-    /// are. Only weights that GPUs hold in bf16 are copied (stored as bf16, f16 or f32) [default: where the copies take less time than the
-    /// CPUs]
+    /// are [default: where the copies take less time than the CPUs]
     stream_rows: usize = None, env "EXPERTD_STREAM_ROWS", in "Ranks and devices";
     /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
     /// ones everywhere [default: auto]
