@@ -14,6 +14,7 @@
 //                                                   experts_compute_rows.cuh    many tokens (_bf16, _w8a8: mainloops)
 //                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
+//                                                   experts_widen.cuh           MXFP4 to e4m3 in shared memory, for many FP8 rows
 #pragma once
 
 #include <cuda_runtime.h>
