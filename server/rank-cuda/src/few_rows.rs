@@ -3,6 +3,8 @@
 //! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
 //! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
 
+use expertd_kernels::path::KernelPath;
+
 use crate::format::DeviceFormat;
 
 /// The work of a rank's experts in a step.
@@ -18,6 +20,8 @@ pub struct ExpertsLoad {
     pub expert_bytes: usize,
     /// Multiprocessors of the GPU.
     pub multiprocessors: u32,
+    /// The kernels that the process runs.
+    pub kernels: KernelPath,
 }
 
 impl ExpertsLoad {
@@ -38,8 +42,11 @@ impl DeviceFormat {
     /// Whether the kernel for few rows is expected to be faster.
     pub fn has_few_rows(self, load: &ExpertsLoad) -> bool {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
+        let portable = load.kernels == KernelPath::Portable;
         let (rows, bytes) = match self {
+            DeviceFormat::Bf16 if portable => (2.0, f64::INFINITY),
             DeviceFormat::Bf16 => (4.0, 3.5e6),
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros if portable => (8.0, f64::INFINITY),
             DeviceFormat::Int4 | DeviceFormat::Int4Zeros => (4.0, f64::INFINITY),
             DeviceFormat::Nvfp4 => (2.0, f64::INFINITY),
             DeviceFormat::Fp8 | DeviceFormat::Mxfp4 => (5.0, f64::INFINITY),
@@ -48,6 +55,13 @@ impl DeviceFormat {
             DeviceFormat::W4a8 => return false, // has no such kernel
         };
         load.rows() <= rows && load.bytes() <= bytes
+    }
+
+    /// Most tokens of a tile in the kernels for more rows; 0: the kernel chooses. The portable kernels have small tiles for weights that they
+    /// widen.
+    pub fn tile_tokens(self, load: &ExpertsLoad) -> i32 {
+        let widens = self != DeviceFormat::Bf16;
+        if load.kernels == KernelPath::Portable && widens && load.rows() <= 32.0 { 48 } else { 0 }
     }
 }
 
@@ -68,7 +82,35 @@ mod tests {
             local_experts: experts / ranks,
             expert_bytes: format.expert_bytes(hidden, inter, false),
             multiprocessors: 132,
+            kernels: KernelPath::Hopper,
         }
+    }
+
+    #[test]
+    fn portable_kernels_have_limits_of_their_own() {
+        let cases = [
+            (DeviceFormat::Bf16, &[1, 8, 32][..], &[64, 128][..]),
+            (DeviceFormat::Int4, &[1, 8, 32, 64, 128], &[256]),
+            (DeviceFormat::Fp8, &[1, 8, 32], &[128]),
+        ];
+        for (format, few, many) in cases {
+            for &tokens in few.iter().chain(many) {
+                let load = load(format, [2048, 768, 128, 8], 1, tokens);
+                let portable = ExpertsLoad { kernels: KernelPath::Portable, ..load };
+                assert_eq!(
+                    format.has_few_rows(&portable),
+                    few.contains(&tokens),
+                    "{format:?}, {tokens} rows"
+                );
+                assert_eq!(format.tile_tokens(&load), 0);
+            }
+        }
+        let tile = |format: DeviceFormat, tokens| {
+            let load = load(format, [2048, 768, 128, 8], 1, tokens);
+            format.tile_tokens(&ExpertsLoad { kernels: KernelPath::Portable, ..load })
+        };
+        assert_eq!([128, 512, 1024].map(|tokens| tile(DeviceFormat::Mxfp4, tokens)), [48, 48, 0]);
+        assert_eq!(tile(DeviceFormat::Bf16, 512), 0);
     }
 
     #[test]

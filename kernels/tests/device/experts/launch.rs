@@ -11,8 +11,8 @@ use super::stored::Stored;
 use crate::Outcome;
 use crate::random::Random;
 
-/// Words of the state in which the portable products count drawn tiles.
-const DRAWN_TILES: [usize; 2] = [8, 16];
+/// Words of the state in which the portable products count drawn tiles, by phase.
+pub const DRAWN_TILES: [usize; 2] = [8, 16];
 
 /// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
 pub const FEW_ROWS: [i32; 2] = [-1, 0];
