@@ -1,11 +1,15 @@
-//! Which steps launch the experts' kernel for few rows.
+//! Which steps launch the experts' kernels for few and for many rows.
 //!
-//! Launches are captured before the routing is known, so the choice follows from the step's shape. Both kernels are right for any
+//! Launches are captured before the routing is known, so the choice follows from the step's shape. All kernels are right for any
 //! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
 
+use expertd_kernels::experts;
 use expertd_kernels::path::KernelPath;
 
 use crate::format::DeviceFormat;
+
+/// Least mean number of rows of an expert for the kernel for many rows (W4A8).
+const MANY_ROWS: f64 = 112.0;
 
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +61,15 @@ impl DeviceFormat {
         load.rows() <= rows && load.bytes() <= bytes
     }
 
+    /// The launch flags of the kernel that is expected to be fastest.
+    pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
+        match self {
+            _ if self.has_few_rows(load) => experts::FEW_ROWS,
+            DeviceFormat::W4a8 if load.rows() >= MANY_ROWS => experts::MANY_ROWS,
+            _ => 0,
+        }
+    }
+
     /// Most tokens of a tile in the kernels for more rows; 0: the kernel chooses. The portable kernels have small tiles for weights that they
     /// widen.
     pub fn tile_tokens(self, load: &ExpertsLoad) -> i32 {
@@ -83,6 +96,29 @@ mod tests {
             expert_bytes: format.expert_bytes(hidden, inter, false),
             multiprocessors: 132,
             kernels: KernelPath::Hopper,
+        }
+    }
+
+    const QWEN3: [usize; 4] = [2048, 768, 128, 8];
+    const MIXTRAL: [usize; 4] = [4096, 14336, 8, 2];
+    const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
+    const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
+
+    #[test]
+    fn many_rows_are_chosen_for_mxfp4_with_fp8_rows_only() {
+        for (format, model, tokens, flags) in [
+            (DeviceFormat::W4a8, GPT_OSS, 2048, 0),
+            (DeviceFormat::W4a8, GPT_OSS, 4096, experts::MANY_ROWS),
+            (DeviceFormat::W4a8, QWEN3, 1024, 0),
+            (DeviceFormat::W4a8, QWEN3, 2048, experts::MANY_ROWS),
+            (DeviceFormat::Mxfp4, GPT_OSS, 8192, 0),
+            (DeviceFormat::Mxfp4, GPT_OSS, 8, experts::FEW_ROWS),
+        ] {
+            assert_eq!(
+                format.kernel_flags(&load(format, model, 1, tokens)),
+                flags,
+                "{format:?} {tokens} rows"
+            );
         }
     }
 
@@ -115,10 +151,6 @@ mod tests {
 
     #[test]
     fn the_faster_kernel_is_chosen_where_both_were_measured() {
-        const QWEN3: [usize; 4] = [2048, 768, 128, 8];
-        const MIXTRAL: [usize; 4] = [4096, 14336, 8, 2];
-        const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
-        const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
         let cases = [
             (DeviceFormat::Bf16, QWEN3, 4, &[1, 2, 4, 8, 16][..], &[32, 128][..]),
             (DeviceFormat::Bf16, QWEN3, 1, &[1, 2, 4], &[8, 16, 32]),

@@ -501,7 +501,7 @@ impl Phases<'_> {
             alpha,
             limit,
             tile_tokens: format.tile_tokens(load),
-            flags: experts::PROGRAMMATIC | if format.has_few_rows(load) { experts::FEW_ROWS } else { 0 },
+            flags: experts::PROGRAMMATIC | format.kernel_flags(load),
             ..ExpertsParams::default()
         }
     }
