@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs the kernels under compute-sanitizer, at small sizes and with long deadlines, and prints what each tool reports.
 
-    scripts/gpu_sanitizers.py [--lanes N] [--limit SECONDS] [--budget SECONDS] [--programs FOLDER] [--logs FOLDER] [--list] [FILTER...]
+    scripts/gpu_sanitizers.py [--portable] [--lanes N] [--limit SECONDS] [--budget SECONDS] [--programs FOLDER] [--logs FOLDER] [--list] [FILTER...]
 
 Builds the programs `device` (kernels/tests/device) and `rank_cuda` (the tests of expertd-rank-cuda) with EXPERTD_EVERY_LANE_ARRIVES,
 without which racecheck reports each hand-over by one lane's arrival at an mbarrier after `__syncwarp`, which it does not follow;
---programs names a folder with such programs, built on another machine. FILTERs choose runs whose names contain one of them, such as
-`racecheck` or `experts mxfp4`. docs/measurements/gpu-checks.md says what the last runs found.
+--programs names a folder with such programs, built on another machine. With --portable the portable kernels run, which
+have no products of FP8. FILTERs choose runs whose names contain one of them, such as `racecheck` or `experts mxfp4`. docs/measurements/gpu-checks.md says what the last runs found.
 """
 
 import argparse
@@ -43,6 +43,7 @@ SUBJECTS = {
     "packing": f"{PACKING} --ignored --exact --nocapture",
 }
 OF_RANK_CUDA = ["packing"]
+NOT_PORTABLE = ["experts w8a8", "experts w4a8", "dispatch of a rank alone with FP8 rows"]
 # More than all blocks of a launch have.
 BARRIERS = "32768"
 TOOLS = {
@@ -95,6 +96,7 @@ def run(command, limit, log):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("filters", nargs="*", metavar="FILTER")
+    parser.add_argument("--portable", action="store_true", help="run the portable kernels")
     parser.add_argument("--lanes", type=int, default=4, help="number of runs at a time [default: 4]")
     parser.add_argument("--limit", type=float, default=600, help="time limit of a run in seconds [default: 600]")
     parser.add_argument("--budget", type=float, default=float("inf"), help="time limit of all runs in seconds")
@@ -104,6 +106,9 @@ def main():
     args = parser.parse_args()
     runs = [(tool, subject) for tool in TOOLS for subject in SUBJECTS]
     runs = [(t, s) for t, s in runs if not args.filters or any(text in f"{t} {s}" for text in args.filters)]
+    if args.portable:
+        os.environ["EXPERTD_GPU_PATH"] = "portable"
+        runs = [(tool, subject) for tool, subject in runs if subject not in NOT_PORTABLE]
     if args.list:
         for tool, subject in runs:
             print(f"{tool} {subject}: {' '.join(command_of({name: name for name in BUILDS}, tool, subject))}")

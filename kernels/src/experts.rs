@@ -28,9 +28,12 @@ pub const PROGRAMMATIC: i32 = 1;
 /// Launch flag: a kernel for experts with few rows each. It is right for any number of rows, but reads an expert's weights once for
 /// every eight of them. [`ExpertsParams::h`] must have room for bf16 `[assignments, inter]` in every format.
 pub const FEW_ROWS: i32 = 4;
+/// Launch flag: a kernel for experts with many rows each ([`W4A8`]), with the same results. [`ExpertsParams::tile_rows`] is 0,
+/// [`TILE_TOKEN_ROWS`] or [`TILE_TOKEN_PAIRS`].
+pub const MANY_ROWS: i32 = 8;
 /// Launch flag of formats with weights of 4 bits and bf16 rows: both kernels are launched, and the numbers of rows per expert decide which one
 /// computes. The portable kernels ignore it.
-pub const BY_COUNTS: i32 = 8;
+pub const BY_COUNTS: i32 = 16;
 
 /// Weights in bf16 panels.
 pub const BF16: i32 = 0;
@@ -154,7 +157,7 @@ pub struct ExpertsParams {
     pub tile_tokens: i32,
     /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
-    /// [`PROGRAMMATIC`], [`FEW_ROWS`] and [`BY_COUNTS`].
+    /// [`PROGRAMMATIC`], [`FEW_ROWS`], [`MANY_ROWS`] and [`BY_COUNTS`].
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,

@@ -190,7 +190,7 @@ template <bool ZEROS> struct FewInt4Of : FewNarrow<Int4Of<ZEROS>> {
     using Row = typename FewNarrow<Format>::PlainRow;
 
     // Adds the products of the units at `at`, of which `units` are there. Elements are loaded two units ahead, in halves; if the number
-    // of units is odd, the last one has a neighbour whose sums are not used.
+    // of units is odd, the last one has a neighbour whose sums are not used. The warp arrives at `empty`, if there is one, after the last load.
     static __device__ __forceinline__ void multiply_all(float (*sums)[4], const Row& row, uint32_t at, int units, uint64_t* empty) {
         const int lane = threadIdx.x % 32;
         uint4 chunk[2][2]; // by unit and panel
@@ -218,7 +218,7 @@ template <bool ZEROS> struct FewInt4Of : FewNarrow<Int4Of<ZEROS>> {
                 }
                 if (g == INT4_GROUPS - 1 && !more) {
                     __syncwarp(); // all lanes have read the slot
-                    if (arrives_for_warp()) barrier_arrive(empty);
+                    if (empty != nullptr && arrives_for_warp()) barrier_arrive(empty);
                 }
                 float part[2][4] = {};
 #pragma unroll

@@ -33,6 +33,7 @@ constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
 constexpr int DRAWN_SLOTS = 16;      // greater than MAX_STAGES, the largest number of segments by which a pair's first block is ahead of the second
 constexpr int MAX_STAGES = 12;
+constexpr int WIDENED_STAGES = MAX_STAGES / 2; // if weights are widened in shared memory
 
 // Word indices in ExpertdExpertsParams::state, spaced apart: the segment counter (0), the number of finished blocks, then per expert
 // the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels. The portable
@@ -77,8 +78,8 @@ template <class Format> __device__ __forceinline__ int stage_blocks_for(int tile
     return Format::FEW_TOKENS_ALONE && tile_tokens <= 64 ? 2 : 1;
 }
 
-// Bytes of a pipeline stage if tokens are wgmma's M.
-constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
+// Bytes of a pipeline stage with FP8 rows if tokens are wgmma's M.
+template <class Format> constexpr int ROW_STAGE_BYTES = TALL_ROWS / UNIT_ROWS * Format::UNIT_BYTES + ROW_TILE_TOKENS * PANEL_ROW_BYTES + Format::SCALE_STAGE_BYTES;
 
 // Bytes of the weight ring. Token stages follow it at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
@@ -90,7 +91,7 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     static_assert((Format::RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(Bf16::RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
     static_assert(W8a8::RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
-    return min(MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
+    return min(Format::WIDENS ? WIDENED_STAGES : MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
 }
 
 // Whether weights are paced (Block::paced).

@@ -140,6 +140,10 @@ template <class Format> __device__ __forceinline__ int tile_tokens_for(const Cou
 
 template <class Format>
 __device__ __forceinline__ Scheme scheme_for(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, const Counts& c) {
+    if (Format::WIDENS) { // the kernel for many rows
+        const bool pairs = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS : c.all >= ROW_PAIR_MEAN * c.active;
+        return pairs ? Scheme::TOKEN_ROW_PAIRS : Scheme::TOKEN_ROWS;
+    }
     // W8A8 needs 128 neighbouring weight rows with the same scales for tokens as M.
     const bool token_rows = Format::TOKEN_ROWS && (!FP8_ROWS<Format> || layer.block_scales != 0);
     if (p.tile_rows != 0) return given_scheme<Format>(p.tile_rows, token_rows);

@@ -19,6 +19,7 @@ FOLDER = pathlib.Path(__file__).resolve().parents[2] / "loadtest/peers/engines"
 sys.path.insert(0, str(FOLDER))
 
 import checkpoint  # noqa: E402
+import jobs  # noqa: E402
 import processes  # noqa: E402
 import tokens  # noqa: E402
 
@@ -180,6 +181,41 @@ def test_ranks_are_found_and_steps_counted(folder):
         wait_until(lambda: processes.figures_of(url)["generation"] == before["generation"] + 1)
         client.forward(1, rows)
         assert processes.rank_of(router) not in (None, first)
+
+
+class Caller:
+    """An engine whose tokens follow from the service's answers."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def run(self, prompts, tokens, logprobs=None, at_half=None):
+        found, rows = jobs.Run([[] for _ in prompts]), np.array(prompts, np.float32)[:, :1] * np.ones((1, 128), np.float32)
+        for step in range(tokens):
+            answer = self.client.forward(step % 2, rows / np.abs(rows).max())
+            rows = rows + np.asarray(answer.rows)
+            for sequence, row in zip(found.tokens, rows):
+                sequence.append(float(row.sum()))
+            found.times.append((time.perf_counter(), len(prompts)))
+            if at_half and step + 1 == tokens // 2:
+                at_half()
+        return found
+
+
+@pytest.mark.parametrize("kind", processes.FAULTS)
+def test_faults_strike_a_service_whose_answers_stay_the_same(folder, kind):
+    with expertd.serve(folder, ranks=1) as service, service.client() as client:
+        before = processes.figures_of(service.metrics_url)["generation"]
+        job = dict(seed=5, vocabulary=100, prompt=1, tokens=400, service_pid=service.process.pid, admin_address=service.admin_address)
+        found = jobs.fault(Caller(client), job, {"id": f"{kind}-3", "kind": kind, "batch": 3})
+        assert found["equal"] == found["sequences"] == 3 * found["runs"] and found["all_tokens"]
+        assert processes.figures_of(service.metrics_url)["generation"] > before
+        assert kind != "stop" or found["pause_ms"] > found["usual_ms"]
+
+
+def test_intervals_begin_with_the_output_that_has_so_many_tokens():
+    run = jobs.Run([], times=[(0.0, 2), (1.0, 2), (3.0, 1), (7.0, 1)])
+    assert (jobs.intervals(run), jobs.intervals(run, 4), jobs.intervals(run, 5)) == ([1.0, 2.0, 4.0], [2.0, 4.0], [4.0])
 
 
 @pytest.fixture

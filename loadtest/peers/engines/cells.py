@@ -19,7 +19,7 @@ import time
 import checkpoint
 import expertd
 import tokens
-from processes import Children, Service, mps, note
+from processes import FAULTS, Children, Service, mps, note
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODES = ["stock", "apart", "shared"]
@@ -58,7 +58,8 @@ def parser(about):
     made.add_argument("--prefill", type=int, default=64, help="prompts of the prefill; 0: none")
     made.add_argument("--compare", type=int, default=8, help="sequences whose greedy tokens are compared with stock's; 0: none")
     made.add_argument("--tie", type=float, default=tokens.TIE, help="difference of two log-probabilities that counts as a tie [default: 2^-5]")
-    made.add_argument("--kill", choices=["rank"], help="at last, a rank is killed while --compare sequences are generated")
+    struck = "at last, while --compare sequences are generated, a rank is killed, is stopped for ever, or the weights are loaded again"
+    made.add_argument("--fault", choices=FAULTS, nargs="*", default=[], help=struck)
     made.add_argument("--dtype", default="bfloat16", help="of the engine's tensors")
     made.add_argument("--session", choices=["cuda", "host"], help="[default: cuda; host with --device cpu]")
     made.add_argument("--engine-gpu", type=int, default=0)
@@ -88,8 +89,8 @@ def planned(args, remote):
         found.append({"kind": "prefill", "batch": args.prefill})
     if args.compare:
         found.append({"kind": "tokens", "batch": args.compare})
-    if args.kill and remote:
-        found.append({"kind": "kill", "batch": args.compare or 8})
+    if remote:
+        found += [{"kind": fault, "batch": args.compare or 8} for fault in args.fault]
     return [{"id": f"{cell['kind']}-{cell['batch']}", **cell} for cell in found]
 
 
@@ -228,7 +229,7 @@ class Comparison:
         out = args.logs / f"{name}.jsonl"
         out.write_text("")
         about = {**self.about, "mode": mode, "gate": gate}
-        cells = [{**cell, "file": str(args.logs / f"tokens-{mode}-{gate}.json"), "about": about} for cell in todo]
+        cells = [{"file": str(args.logs / f"tokens-{mode}-{gate}.json"), **cell, "about": about} for cell in todo]
         names = ("tokens", "repeat", "prompt", "dtype", "device", "seed")
         job = {one: getattr(args, one) for one in names} | {
             "out": str(out),
@@ -243,6 +244,7 @@ class Comparison:
             "cache_bytes": self.cache,
             "cache_tokens": self.cache // token_bytes(args, self.config),
             "service_pid": service.pid if service else None,
+            "admin_address": service.admin_address if service else None,
             "metrics_url": service.metrics_url if service else None,
         }
         (args.logs / f"{name}.json").write_text(json.dumps(job))
@@ -346,9 +348,10 @@ def table(lines, modes, batches):
         elif line["kind"] == "tokens":
             counts = f"{line['equal_to_itself']} of {line['batch']} sequences equal in a second run"
             others.append(f"{key[0]}, gate {key[1]}: {counts}{'; ' + line['stock'] if 'stock' in line else ''}")
-        elif line["kind"] == "kill":
-            counts = f"{line['equal']} of {line['batch']} sequences as without the fault; {line['service_generation']} new generation(s)"
-            others.append(f"{key[0]}, gate {key[1]}, a rank killed: pause {line['pause_ms']} ms, {counts}")
+        elif line["kind"] in FAULTS:
+            counts = f"{line['equal']} of {line['sequences']} sequences as without it; {line['service_generation']} new generation(s)"
+            pause = f"pause {line['pause_ms']} ms, without it {line['usual_pause_ms']}"
+            others.append(f"{key[0]}, gate {key[1]}, fault {line['kind']}: {pause}, {counts}")
     variants = sorted({key for key, _ in times}, key=lambda key: (modes.index(key[0]), key[1]))
     kinds = sorted({cell for _, cell in times if cell.startswith("prefill")})
     columns = [(f"decode, batch {batch}", f"decode-{batch}") for batch in batches]
@@ -371,6 +374,11 @@ def rate(times, batch):
     return f"{1e3 * batch / statistics.median(times):,.0f}" if times else "-"
 
 
+def daemon_of(args, folder):
+    """An MPS daemon for engines and services on GPUs; yields how there is one."""
+    return mps(pathlib.Path(folder)) if args.device == "cuda" else contextlib.nullcontext()
+
+
 def main(args, engine, script, variables, flags=()):
     """Runs all cells. Ends with status 1 if one of them has failed. `variables(job)` and `flags` are those of the engine's process."""
     if args.rounds < 1 or args.repeat < 1 or args.tokens < 2 or args.prompt < 1:
@@ -388,7 +396,7 @@ def main(args, engine, script, variables, flags=()):
             comparison.make_checkpoint()
             comparison.identify()
             # All modes run under the daemon, so that stock differs in nothing else.
-            with mps(pathlib.Path(folder)) if args.device == "cuda" else contextlib.nullcontext() as daemon:
+            with daemon_of(args, folder) as daemon:
                 try:
                     comparison.say({**about(args, engine, daemon), "cache_gib": round(comparison.cache / 2**30, 2), **comparison.about})
                     for number in range(args.rounds):

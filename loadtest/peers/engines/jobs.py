@@ -8,16 +8,20 @@ An engine is an object with
     prefill(prompts)                         seconds until each prompt has its first token
 """
 
+import concurrent.futures
 import json
 import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 
-from processes import figures_of, rank_of
+import expertd
+from processes import FAULTS, figures_of, rank_of
 
 
 @dataclass
@@ -69,40 +73,80 @@ def tokens(engine, job, cell):
     return {"equal_to_itself": sum(a == b for a, b in zip(first.tokens, second.tokens, strict=True))}
 
 
-def kill(engine, job, cell):
-    """Rank 0 is killed once half of the tokens are there. Compares with the same prompts without a fault."""
-    prompts = prompts_of(job, cell, 0, cell["batch"])
-    whole = engine.run(prompts, job["tokens"])
-    killed = {}
+def strike(job, kind):
+    """What happens to the service: rank 0 is killed or stopped for ever, or the weights are loaded again."""
+    if kind == "reload":
+        command = [expertd.command(), "reload", "--admin", job["admin_address"]]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return
+    pid = rank_of(job["service_pid"])
+    if pid is None:
+        raise RuntimeError(f"the service (process {job['service_pid']}) has no rank 0")
+    os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
-    def strike():
-        pid = rank_of(job["service_pid"])
-        if pid is None:
-            raise RuntimeError(f"the service (process {job['service_pid']}) has no rank 0")
-        killed["pid"] = pid
-        os.kill(pid, signal.SIGKILL)
 
-    hit = engine.run(prompts, job["tokens"], at_half=strike)
-    if not killed:
-        raise RuntimeError("the run ended before half of its tokens were there, so that no rank was killed")
-    gaps, later, have = [], [], 0
-    for (before, count), (after, _) in zip(hit.times, hit.times[1:]):
+def intervals(run, after=0):
+    """Seconds between outputs, from the one on with which `after` tokens were there."""
+    found, have = [], 0
+    for (before, count), (now, _) in zip(run.times, run.times[1:]):
         have += count
-        gaps.append(after - before)
-        # From the tokens on at which the rank was killed.
-        if have >= len(prompts) * job["tokens"] / 2:
-            later.append(after - before)
-    differences = [next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None) for a, b in zip(whole.tokens, hit.tokens)]
+        if have >= after:
+            found.append(now - before)
+    return found
+
+
+def fault(engine, job, cell):
+    """The service is struck once half of the tokens are there. Compares with the same prompts without a fault."""
+    prompts = prompts_of(job, cell, 0, cell["batch"])
+
+    def run(at_half=lambda: None):
+        # Some engines say when tokens arrived only if something happens meanwhile.
+        return engine.run(prompts, job["tokens"], at_half=at_half)
+
+    whole = run()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        struck = []
+        hits = [run(lambda: struck.append(pool.submit(strike, job, cell["kind"])))]
+        if not struck:
+            raise RuntimeError("the run ended before half of its tokens were there, so that nothing happened to the service")
+        # A reload can take longer than a run.
+        while not struck[0].done():
+            hits.append(run())
+        struck[0].result()
+    later = intervals(hits[0], len(prompts) * job["tokens"] / 2) + [one for hit in hits[1:] for one in intervals(hit)]
+    usual = intervals(whole)
+    pairs = [pair for hit in hits for pair in zip(whole.tokens, hit.tokens)]
     return {
         "pause_ms": round(1e3 * max(later), 1) if later else None,
-        "usual_ms": round(1e3 * statistics.median(gaps), 3) if gaps else None,
-        "all_tokens": all(len(one) == job["tokens"] for one in hit.tokens),
-        "equal": sum(a == b for a, b in zip(whole.tokens, hit.tokens)),
-        "first_differences": differences,
+        "usual_ms": round(1e3 * statistics.median(usual), 3) if usual else None,
+        "usual_pause_ms": round(1e3 * max(usual), 1) if usual else None,
+        "runs": len(hits),
+        "all_tokens": all(len(hit) == job["tokens"] for _, hit in pairs),
+        "equal": sum(a == b for a, b in pairs),
+        "sequences": len(pairs),
+        "first_differences": [next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None) for a, b in pairs],
     }
 
 
-KINDS = {"decode": decode, "prefill": prefill, "tokens": tokens, "kill": kill}
+def at_once(engine, job, cell):
+    """Begins when the file `go` is there. When tokens arrived, on the clock that processes share, and how many sequences are as at the first time."""
+    prompts = prompts_of(job, {"id": f"at-once-{cell['batch']}"}, 0, cell["batch"])
+    while not os.path.exists(cell["go"]):
+        time.sleep(0.001)
+    begin = time.monotonic()
+    run = engine.run(prompts, job["tokens"])
+    if not os.path.exists(cell["file"]):
+        with open(cell["file"], "w") as out:
+            json.dump(run.tokens, out)
+    with open(cell["file"]) as file:
+        alone = json.load(file)
+    return {
+        "outputs": [(begin + at, count) for at, count in run.times],
+        "equal": sum(a == b for a, b in zip(alone, run.tokens, strict=True)),
+    }
+
+
+KINDS = {"at-once": at_once, "decode": decode, "prefill": prefill, "tokens": tokens, **dict.fromkeys(FAULTS, fault)}
 
 
 def measure(engine, job, cell):

@@ -15,6 +15,8 @@ import urllib.request
 
 import expertd
 
+# What can happen to a service while an engine generates.
+FAULTS = ("kill", "stop", "reload")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 # Variables that a service or an engine must not inherit: an engine with its own experts would get remote ones.
@@ -176,9 +178,10 @@ class Service:
     def __init__(self, children, name, checkpoint, sockets, gpu, flags, limit):
         self.children, self.sockets = children, sockets
         self.session_address = f"unix:{sockets}/session.sock"
+        self.admin_address = f"unix:{sockets}/admin.sock"
         device = ["--device", "cpu", "--ranks", 1] if gpu is None else ["--gpus", gpu]
         command = [expertd.command(), "serve", "--model", checkpoint, *device, "--session-listen", self.session_address]
-        command += ["--listen", f"unix:{sockets}/api.sock", "--admin-listen", f"unix:{sockets}/admin.sock"]
+        command += ["--listen", f"unix:{sockets}/api.sock", "--admin-listen", self.admin_address]
         self.child = children.start(name, [*command, "--metrics-listen", "127.0.0.1:0", *flags])
         until = time.monotonic() + limit
         while (ready := re.search(r"^ready: .*metrics on (http://[^\s,]+)", self.child.text(100_000), re.M)) is None:

@@ -118,15 +118,19 @@ def variables(job, own_process):
     return found
 
 
+def parser(about):
+    made = cells.parser(about)
+    made.add_argument("--gate", choices=["engine", "service"], nargs="+", default=["engine"], help="whose gate chooses experts")
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    made.add_argument("--graphs", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY [default: vLLM's]")
+    made.add_argument("--own-process", action="store_true", help="vLLM's engine in a process of its own, as its server has it")
+    return made
+
+
 def main():
     if sys.argv[1:2] == ["--job"]:
         serve_job(sys.argv[2], Vllm)
-    parser = cells.parser(__doc__)
-    parser.add_argument("--gate", choices=["engine", "service"], nargs="+", default=["engine"], help="whose gate chooses experts")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--graphs", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY [default: vLLM's]")
-    parser.add_argument("--own-process", action="store_true", help="vLLM's engine in a process of its own, as its server has it")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     if args.graphs:
         args.options.append(("compilation_config", {"cudagraph_mode": args.graphs}))
     cells.main(args, "vLLM", __file__, lambda job: variables(job, args.own_process))

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import pathlib
 
 import pytest
 
@@ -62,6 +63,8 @@ def engines(tmp_path_factory):
 
 @pytest.mark.parametrize("family, dtype, attention", CHECKPOINTS)
 def test_log_probabilities_are_as_near_as_those_of_transformers(engines, family, dtype, attention):
+    if attention == "CompressedTensorsLinearMethod" and "avx512f" not in pathlib.Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM multiplies with INT4 weights of its own on processors with AVX-512 only")
     answer, errors = engines[family, dtype]
     assert "error" not in answer, answer
     assert answer["methods"] == {"qkv_proj": attention, "routed_experts": "RemoteExpertsMethod"}

@@ -60,8 +60,11 @@ pub fn check(options: &Options) -> Outcome {
         // 256: the two blocks of a pair share the segments, or with W8A8 their weights.
         let pairs =
             if matches!(format, experts::BF16 | experts::W8A8) { experts::TILE_TOKEN_PAIRS } else { 256 };
-        let mut shapes =
-            if format == experts::W4A8 { vec![[0, 0]] } else { vec![[0, 0], [256, 0], [pairs, 0], FEW_ROWS] };
+        let mut shapes = if format == experts::W4A8 {
+            vec![[0, 0], [experts::TILE_TOKEN_PAIRS, 0]]
+        } else {
+            vec![[0, 0], [256, 0], [pairs, 0], FEW_ROWS]
+        };
         if chooses(format) {
             shapes.push(BY_COUNTS);
         }

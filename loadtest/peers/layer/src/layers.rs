@@ -346,10 +346,10 @@ impl Layers {
             local_experts: about.experts as usize,
             expert_bytes: self.format.expert_bytes(hidden, width, about.gpt_oss != 0),
             multiprocessors: self.multiprocessors,
+            kernels: KernelPath::chosen(),
         };
-        let fp8 = self.format == DeviceFormat::W8a8
-            && about.rows_by_experts == 0
-            && !self.format.has_few_rows(&load);
+        let few_rows = self.format.has_few_rows(&load);
+        let fp8 = self.format == DeviceFormat::W8a8 && about.rows_by_experts == 0 && !few_rows;
         let dispatch = DispatchParams { tokens, fp8_rows: u32::from(fp8), ..self.slot.dispatch(group) };
         let routed = ExpertsParams {
             layers: self.weight_table.address(),
@@ -374,6 +374,7 @@ impl Layers {
             inter: about.width as i32,
             activation: if about.gpt_oss == 0 { experts::SWIGLU } else { experts::SWIGLU_OAI },
             alpha: 1.702,
+            tile_tokens: self.format.tile_tokens(&load),
             limit: 7.0,
             format: self.format.code(),
             flags: experts::PROGRAMMATIC | self.format.kernel_flags(&load),

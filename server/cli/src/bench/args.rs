@@ -8,7 +8,7 @@ use expertd_core::cluster::ClusterConfig;
 use expertd_ipc::control::DeviceKind;
 use expertd_kernels::ceilings::Ceilings;
 use expertd_rank_cuda as gpu;
-use expertd_types::{DType, Fp8Compute};
+use expertd_types::{DType, Fp8Compute, GpuPath};
 
 use super::routing::RoutingRule;
 use crate::ceilings;
@@ -48,6 +48,9 @@ pub struct BenchArgs {
     /// Device of the ranks, as in `serve` [default: cuda if this build and machine support it, otherwise cpu]
     #[arg(long)]
     pub device: Option<Kinds>,
+    /// Kernels of GPU ranks, as in `serve` [default: auto]
+    #[arg(long, value_enum, env = gpu::GPU_PATH, hide_env = true)]
+    pub gpu_path: Option<GpuPath>,
     /// With --device cuda,cpu: memory for weights on the GPU, as in `serve`
     #[arg(long, value_name = "SIZE")]
     pub gpu_memory: Option<MemorySize>,
@@ -132,6 +135,7 @@ impl BenchArgs {
             ranks: self.ranks,
             gpus: self.gpus.clone(),
             share_gpu: Some(self.share_gpu),
+            gpu_path: self.gpu_path,
             ..ServeArgs::default()
         }
     }

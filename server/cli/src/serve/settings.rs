@@ -204,11 +204,10 @@ settings! {
     /// With --device cuda,cpu: memory for weights on the GPU, such as 40GiB; it gets as many of each layer's first experts as fit
     gpu_memory: MemorySize = None, env "EXPERTD_GPU_MEMORY", in "Ranks and devices";
     /// With --device cuda,cpu: part of --gpu-memory for copies of those experts of CPU ranks that are used most, such as 20GiB; they change
-    /// while the service runs. Only weights that GPUs hold in bf16 are copied (stored as bf16, f16 or f32) [default: none]
+    /// while the service runs [default: none]
     slot_memory: MemorySize = None, env "EXPERTD_SLOT_MEMORY", in "Ranks and devices";
     /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU and computed there; 0: none
-    /// are. Only weights that GPUs hold in bf16 are copied (stored as bf16, f16 or f32) [default: where the copies take less time than the
-    /// CPUs]
+    /// are [default: where the copies take less time than the CPUs]
     stream_rows: usize = None, env "EXPERTD_STREAM_ROWS", in "Ranks and devices";
     /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
     /// ones everywhere [default: auto]
@@ -275,7 +274,8 @@ settings! {
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST", in "Limits";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS", in "Limits";
-    /// Time that the oldest request waits for others to join its step, in microseconds [default: 0]
+    /// Time in microseconds that the oldest request waits for others to join its step, from its arrival or the end of the step that was
+    /// under way then [default: 0]
     max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US", in "Limits";
     /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS", in "Ranks and devices";

@@ -10,6 +10,7 @@ use expertd_kernels::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, SharedParams, SlotState,
     TierParams, fp8_row_bytes,
 };
+use expertd_kernels::path::KernelPath;
 
 use super::{Buffers, SlotSet, StagedAddresses};
 use crate::engine::counts::DeviceCounts;
@@ -20,6 +21,7 @@ use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::activation_code;
 use crate::few_rows::ExpertsLoad;
+use crate::format::DeviceFormat;
 use expertd_model::Activation;
 
 /// Blocks of the kernel that lists the rows of shared experts.
@@ -321,7 +323,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, format.kernel_flags(&self.routed_load()))
+            ..self.mlp(spec.activation, format, &self.routed_load())
         }
     }
 
@@ -355,6 +357,7 @@ impl Phases<'_> {
             local_experts: 1,
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
             multiprocessors: step.multiprocessors,
+            kernels: KernelPath::chosen(),
         };
         let power_of_two_scales = spec.is_some_and(|s| s.power_of_two_scales);
         // In a group of one rank, rows are already in FP8 if its routed experts take FP8 rows.
@@ -376,7 +379,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(activation, format.kernel_flags(&load))
+            ..self.mlp(activation, format, &load)
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {
@@ -458,6 +461,7 @@ impl Phases<'_> {
             local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
             multiprocessors: step.multiprocessors,
+            kernels: KernelPath::chosen(),
         }
     }
 
@@ -477,8 +481,8 @@ impl Phases<'_> {
         }
     }
 
-    /// The parameters that routed and shared experts have in common. `kernel`: flags that choose the kernel.
-    fn mlp(&self, activation: Activation, kernel: i32) -> ExpertsParams {
+    /// The parameters that routed and shared experts have in common.
+    fn mlp(&self, activation: Activation, format: DeviceFormat, load: &ExpertsLoad) -> ExpertsParams {
         let Phases { step, buffers, shape, .. } = self;
         let (activation, alpha, limit) = activation_code(activation);
         let state = step.slot.kernels.state.address();
@@ -497,7 +501,8 @@ impl Phases<'_> {
             activation,
             alpha,
             limit,
-            flags: experts::PROGRAMMATIC | kernel,
+            tile_tokens: format.tile_tokens(load),
+            flags: experts::PROGRAMMATIC | format.kernel_flags(load),
             ..ExpertsParams::default()
         }
     }
