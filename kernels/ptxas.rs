@@ -2,11 +2,12 @@
 
 /// Kernels that may spill registers, outside of their loops (portable products also a few in them): a part of the name, and the most
 /// bytes that it stores and loads together.
-const MAY_SPILL: [(&str, u32); 13] = [
+const MAY_SPILL: [(&str, u32); 14] = [
     ("experts_kernelINS_4Bf16E", 64),
     ("experts_kernelINS_5Mxfp4E", 256),
     ("experts_kernelINS_4W8a8E", 320),
     ("experts_kernelINS_4W4a8E", 896),
+    ("experts_kernelINS_8W4a8RowsE", 640),
     ("experts_kernelINS_6Int4OfI", 896),
     ("experts_kernelINS_5Nvfp4E", 448),
     ("experts_few_kernelINS_9FewInt4OfI", 16),

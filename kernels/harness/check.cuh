@@ -43,6 +43,12 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
             }
         }
         list.push_back({0, 0, 7, 0}), list.push_back({0, 0, blocks, 1}), list.push_back({0, 0, blocks, 0, 1}), list.push_back({0, 0, blocks, 0, 0, 1}), list.push_back({0, 0, blocks, 0, 1, 1});
+        for (int rows : {0, int(EXPERTD_TILE_TOKEN_ROWS), int(EXPERTD_TILE_TOKEN_PAIRS)}) {
+            if (!w4a8) break;
+            for (int on_input : {0, 1}) list.push_back({rows, 0, blocks, on_input, 0, 0, EXPERTD_LAUNCH_MANY_ROWS});
+            list.push_back({rows, 0, 7, 0, 0, 0, EXPERTD_LAUNCH_MANY_ROWS});
+            for (int fp8_rows : {0, 1}) list.push_back({rows, 0, blocks, 0, 1, fp8_rows, EXPERTD_LAUNCH_MANY_ROWS}), list.push_back({rows, 0, blocks, 0, 0, fp8_rows, EXPERTD_LAUNCH_MANY_ROWS});
+        }
     } else if (variants) {
         const int widest = m.format == EXPERTD_BF16 ? 256 : 128;
         const int blocks = m.hidden > 512 ? 0 : 4; // few blocks for small matrices, so that each block goes round its rings
@@ -99,7 +105,8 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
         const auto left = state.read();
         const bool clean = std::all_of(left.begin(), left.end(), [](uint32_t w) { return w == 0; });
         differing += found[1];
-        const bool same = v == 1 || few || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
+        const bool many = (p.flags & EXPERTD_LAUNCH_MANY_ROWS) != 0;
+        const bool same = v == 1 || few || (many && !p.power_of_two_scales) || (list[v].fp8_rows && !p.power_of_two_scales && p.blocks == 0); // whether the bits must be equal
         const bool overrun = w8a8 && scales.overrun();
         if (found[0] != 0 || !clean || overrun || (same && found[1] != 0)) {
             std::printf("  variant rows %d tokens %d blocks %d flags %d: %llu bad elements, %llu differ, state %s%s\n", p.tile_rows,

@@ -30,14 +30,15 @@ const Entry ENTRIES[] = {
 template <class... Known> bool one_of(int value, Known... known) { return ((value == known) || ...); }
 
 bool valid(const ExpertdExpertsParams& p) {
-    const bool fp8_rows = one_of(p.format, EXPERTD_W8A8, EXPERTD_W4A8);
+    const bool fp8_rows = one_of(p.format, EXPERTD_W8A8, EXPERTD_W4A8), many = (p.flags & EXPERTD_LAUNCH_MANY_ROWS) != 0;
     return p.format >= EXPERTD_BF16 && p.format <= EXPERTD_W4A8 && p.tile_tokens <= (ENTRIES[p.format].widest + 31) / 32 * 32 &&
            one_of(p.tile_tokens, 0, 32, 64, 128, 192, 256) && (one_of(p.tile_rows, 0, 16, 32, 64, 128, 256) ||
             (one_of(p.tile_rows, EXPERTD_TILE_TALL, EXPERTD_TILE_TURNS) && p.format == EXPERTD_BF16 && p.tile_tokens <= 128) ||
             (p.tile_rows == EXPERTD_TILE_TALL && fp8_rows) ||
-            (one_of(p.tile_rows, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS) && one_of(p.format, EXPERTD_BF16, EXPERTD_W8A8))) &&
+            (one_of(p.tile_rows, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS) && (one_of(p.format, EXPERTD_BF16, EXPERTD_W8A8) || many))) &&
            (p.format != EXPERTD_W8A8 || one_of(p.tile_rows, 0, EXPERTD_TILE_TALL, EXPERTD_TILE_TOKEN_ROWS, EXPERTD_TILE_TOKEN_PAIRS, 256)) &&
-           (p.format != EXPERTD_W4A8 || (one_of(p.tile_rows, 0, EXPERTD_TILE_TALL) && (p.flags & EXPERTD_LAUNCH_FEW_ROWS) == 0)) &&
+           (p.format != EXPERTD_W4A8 || (one_of(p.tile_rows, 0, many ? EXPERTD_TILE_TOKEN_ROWS : EXPERTD_TILE_TALL, many ? EXPERTD_TILE_TOKEN_PAIRS : EXPERTD_TILE_TALL) && (p.flags & EXPERTD_LAUNCH_FEW_ROWS) == 0)) &&
+           (!many || p.format == EXPERTD_W4A8) &&
            (fp8_rows ? p.x_scales != nullptr && p.h_scales != nullptr && p.inter % BLOCK_K == 0 && p.panel_rows % 8 == 0
                      : p.x_format == EXPERTD_ROWS_BF16) &&
            p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
@@ -57,11 +58,12 @@ extern "C" int expertd_experts_setup(void) {
         const int status = entry.setup();
         if (status != cudaSuccess) return status;
     }
-    return cudaSuccess;
+    return expertd::setup_w4a8_rows();
 }
 
 extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream) {
     if (!expertd::valid(*params)) return cudaErrorInvalidValue;
     if (params->flags & EXPERTD_LAUNCH_FEW_ROWS) return expertd::launch_few(*params, static_cast<cudaStream_t>(stream));
+    if (params->flags & EXPERTD_LAUNCH_MANY_ROWS) return expertd::launch_w4a8_rows(*params, static_cast<cudaStream_t>(stream));
     return expertd::ENTRIES[params->format].launch(*params, static_cast<cudaStream_t>(stream));
 }

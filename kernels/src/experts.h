@@ -57,7 +57,7 @@ enum {
     /* Special values of ExpertdExpertsParams.tile_rows. */
     EXPERTD_TILE_TALL = 1, /* 256 weight rows in one block */
     EXPERTD_TILE_TURNS = 2, /* two blocks share a segment, and in each block the two warpgroups take segments in turn */
-    EXPERTD_TILE_TOKEN_ROWS = 3, /* bf16, and W8A8 with block_scales: 256 weight rows and 128 tokens, which are wgmma's M */
+    EXPERTD_TILE_TOKEN_ROWS = 3, /* bf16, W8A8 with block_scales, W4A8 with EXPERTD_LAUNCH_MANY_ROWS: 256 weight rows and 128 tokens, which are wgmma's M */
     EXPERTD_TILE_TOKEN_PAIRS = 4 /* as EXPERTD_TILE_TOKEN_ROWS, and two blocks with neighbouring token tiles share their weights */
 };
 
@@ -70,7 +70,10 @@ enum ExpertdLaunchFlags {
     /* A kernel for experts with few rows each. It gives the right results for any counts whose work (k blocks of all units of 16 weight
      * rows) fits 32 bits, but reads an expert's weights once for every eight rows. tile_tokens and tile_rows do not matter. h must have
      * room for bf16 [assignments][inter] in every format; x_panels and the scales of x and h are not used. */
-    EXPERTD_LAUNCH_FEW_ROWS = 4
+    EXPERTD_LAUNCH_FEW_ROWS = 4,
+    /* W4A8: a kernel for experts with many rows each, with the same results. tile_rows is 0, EXPERTD_TILE_TOKEN_ROWS or _PAIRS, and
+     * tile_tokens does not matter. */
+    EXPERTD_LAUNCH_MANY_ROWS = 8
 };
 
 /* One layer's weights on this rank; an array of these lives in device memory. */
@@ -116,7 +119,7 @@ typedef struct ExpertdExpertsParams {
                                           128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. bf16 also has EXPERTD_TILE_TOKEN_ROWS
                                           and _PAIRS. W8A8 only has 0, 256 (two blocks with 256 rows each of their own token
                                           tiles), EXPERTD_TILE_TALL and, with block_scales, _TOKEN_ROWS and _PAIRS. W4A8
-                                          only has 0 and EXPERTD_TILE_TALL, and no kernel for few rows */
+                                          only has 0 and EXPERTD_TILE_TALL, other shapes with EXPERTD_LAUNCH_MANY_ROWS, and no kernel for few rows */
     int32_t flags;                     /* enum ExpertdLaunchFlags */
     int32_t format;                    /* enum ExpertdFormat: the format of all layers that are launched with these parameters */
     int32_t x_format;                  /* enum ExpertdRows */

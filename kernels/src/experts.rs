@@ -28,6 +28,9 @@ pub const PROGRAMMATIC: i32 = 1;
 /// Launch flag: a kernel for experts with few rows each. It is right for any number of rows, but reads an expert's weights once for
 /// every eight of them. [`ExpertsParams::h`] must have room for bf16 `[assignments, inter]` in every format.
 pub const FEW_ROWS: i32 = 4;
+/// Launch flag: a kernel for experts with many rows each ([`W4A8`]), with the same results. [`ExpertsParams::tile_rows`] is 0,
+/// [`TILE_TOKEN_ROWS`] or [`TILE_TOKEN_PAIRS`].
+pub const MANY_ROWS: i32 = 8;
 
 /// Weights in bf16 panels.
 pub const BF16: i32 = 0;
@@ -151,7 +154,7 @@ pub struct ExpertsParams {
     pub tile_tokens: i32,
     /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
-    /// [`PROGRAMMATIC`] and [`FEW_ROWS`].
+    /// [`PROGRAMMATIC`], [`FEW_ROWS`] and [`MANY_ROWS`].
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,

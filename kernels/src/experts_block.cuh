@@ -27,8 +27,11 @@ struct Shared {
     uint64_t turn[2];     // the warpgroup has read all operands of a segment that it computes alone
     uint64_t rows_loaded; // the block's first piece of x has arrived
     uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; if weights are paced, only its tokens
-    uint64_t weights_full[MAX_STAGES]; // paced weights of the stage have arrived
+    uint64_t weights_full[MAX_STAGES]; // the stage's weights have arrived, if they are paced or widened in shared memory
+    // If weights are widened in shared memory, entries from WIDENED_STAGES on of the two are for the stages' weights and those before for
+    // tokens: the widening warps release weights before tokens have been read.
     uint64_t stage_empty[MAX_STAGES];
+    uint64_t widened_full[W4a8Rows::WIDENED_BLOCKS], widened_empty[W4a8Rows::WIDENED_BLOCKS];
     uint64_t failed;         // error word at the begin of the launch, equal in both blocks of a pair
     int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
 };
@@ -66,7 +69,7 @@ template <class Format> struct Block {
     const ExpertdLayerWeights& layer;
     Shared& shared;
     const Plan& plan;
-    uint32_t weight_ring, token_ring, scale_ring, staging; // shared-memory addresses
+    uint32_t weight_ring, token_ring, scale_ring, widened, staging; // shared-memory addresses
 
     __device__ int k_panels(const Segment& s) const { return divide_up(s.phase == 0 ? p.hidden : p.inter, Format::PANEL_ELEMENTS); }
     // Number of k blocks of a segment. A k block is the part of k that a unit of weights spans: one panel or several.
@@ -145,7 +148,22 @@ template <int GROUPS> __device__ __forceinline__ int share_of_units(int units, i
 template <class Format>
 __device__ __forceinline__ void await_stage(const Block<Format>& block, const Cursor& stage) {
     barrier_wait(&block.shared.full[stage.slot], stage.parity);
-    if (block.paced()) barrier_wait(&block.shared.weights_full[stage.slot], stage.parity);
+    if (!Format::WIDENS && block.paced()) barrier_wait(&block.shared.weights_full[stage.slot], stage.parity);
+}
+
+// What a consumer warpgroup counts from segment to segment.
+struct Counters {
+    uint32_t exchanges = 0; // exchanges of maxima (W8A8, W4A8)
+    Cursor widened;         // its widened k block
+};
+
+// Waits for the operands of a k block with FP8 rows, and returns the shared-memory address of its weights.
+template <class Format>
+__device__ __forceinline__ uint32_t await_fp8(const Block<Format>& block, const Cursor& stage, const Counters& counters) {
+    await_stage(block, stage);
+    if constexpr (!Format::WIDENS) return block.weight_stage(stage.slot);
+    barrier_wait(&block.shared.widened_full[counters.widened.slot], counters.widened.parity);
+    return block.widened + counters.widened.slot * (TALL_ROWS * BLOCK_K);
 }
 
 template <class Format>
@@ -155,6 +173,16 @@ __device__ __forceinline__ void release_stage(const Block<Format>& block, int sl
     if (block.plan.pairs) {
         barrier_arrive_at(&block.shared.pair_empty[slot], 0, arrivals);
         barrier_arrive_at(&block.shared.pair_empty[slot], 1, arrivals);
+    }
+}
+
+// Releases the operands that await_fp8 has waited for.
+template <class Format>
+__device__ __forceinline__ void release_fp8(const Block<Format>& block, int slot, Counters& counters) {
+    release_stage(block, slot, 1);
+    if constexpr (Format::WIDENS) {
+        if (arrives_for_warp()) barrier_arrive(&block.shared.widened_empty[counters.widened.slot]);
+        counters.widened.advance(Format::WIDENED_BLOCKS);
     }
 }
 

@@ -1,7 +1,7 @@
-// The mainloop and the end of a segment with FP8 weights and many tokens: tokens are wgmma's M operand, weights its N.
+// The mainloop and the end of a segment with FP8 rows and many tokens: tokens are wgmma's M operand, weights its N.
 //
 // A warpgroup has 64 tokens and all 256 weight rows, in two products of 64 x 128 for every 128 k. A thread's sums belong to two
-// tokens, and weights whose scales are the same for 128 rows (ExpertdLayerWeights.block_scales) give them two scales each, of gate
+// tokens, and (W8A8) weights whose scales are the same for 128 rows (ExpertdLayerWeights.block_scales) give them two scales each, of gate
 // and of up. So scaling takes one instruction a sum, where experts_compute_w8a8.cuh takes two and a load for every four. A
 // warpgroup has all features that share a scale of h, and needs nothing of the other.
 #pragma once
@@ -14,7 +14,9 @@ namespace expertd {
 constexpr int HALF_ROWS = TALL_ROWS / 2; // weight rows of a product
 // The ring is followed by each warpgroup's room for the row scales of a segment.
 constexpr int ROW_SCALE_BYTES = TALL_ROWS * 4;
-static_assert(ROW_STAGES * ROW_STAGE_BYTES + 2 * ROW_SCALE_BYTES <= W8a8::RING_BYTES && (ROW_STAGES + 1) * ROW_STAGE_BYTES > W8a8::RING_BYTES, "what stages_for finds");
+template <class Format> constexpr int FP8_ROW_STAGES = Format::WIDENS ? 3 : ROW_STAGES;
+template <class Format> constexpr bool FIT_ROWS = FP8_ROW_STAGES<Format> * ROW_STAGE_BYTES<Format> + 2 * ROW_SCALE_BYTES <= Format::RING_BYTES && (FP8_ROW_STAGES<Format> + 1) * ROW_STAGE_BYTES<Format> > Format::RING_BYTES;
+static_assert(FIT_ROWS<W8a8> && FIT_ROWS<W4a8Rows>, "what stages_for finds");
 
 // Adds the products of 64 tokens with 128 weight rows to a half of `total`. Eights of columns are gate and up in turn, or all down.
 template <int HALF>
@@ -32,7 +34,8 @@ __device__ __forceinline__ void add_scaled_rows(float (&total)[ROW_SUMS], float 
 }
 
 // Starts to bring the row scales of a segment to shared memory: of gate and of up, or of down.
-__device__ __forceinline__ void copy_row_scales(const Block<W8a8>& block, const Segment& segment, uint32_t to) {
+template <class Format>
+__device__ __forceinline__ void copy_row_scales(const Block<Format>& block, const Segment& segment, uint32_t to) {
     const int thread = threadIdx.x % 128;
     const bool up = segment.phase == 0;
     const float* from = up ? block.layer.gate_up_scale + int64_t(segment.expert) * 2 * block.p.inter + segment.row / 2
@@ -44,8 +47,8 @@ __device__ __forceinline__ void copy_row_scales(const Block<W8a8>& block, const 
 
 // gate_up: h of 64 tokens and 128 features, rounded to bf16, then quantised. A thread has 32 features of each of its two tokens,
 // l / 4 and l / 4 + 8 of its warp's 16, and three others have the rest.
-template <bool PLAIN>
-__device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Segment& segment, const float* weights, uint32_t scales,
+template <bool PLAIN, class Format>
+__device__ __forceinline__ void store_h_rows(const Block<Format>& block, const Segment& segment, const float* weights, uint32_t scales,
                                              uint32_t staging, int first_token, const float (&sums)[ROW_SUMS]) {
     const ExpertdExpertsParams& p = block.p;
     const ExpertdLayerWeights& layer = block.layer;
@@ -88,7 +91,8 @@ __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Seg
 #pragma unroll
         for (int f = 0; f < 2 * EIGHTS; f++) {
             const uint16_t codes = pack_2_e4m3(low_bf16(packed[i][f]) * group.inverse, high_bf16(packed[i][f]) * group.inverse);
-            store_shared_2(staging + token * BLOCK_K + panel_byte(token, f * 8 + pair * 2), codes);
+            const uint32_t byte = f * 8 + pair * 2;
+            store_shared_2(staging + token * BLOCK_K + panel_byte(token, Format::PERMUTED ? w4a8_token_byte(byte) : byte), codes);
         }
     }
     __syncwarp();
@@ -102,15 +106,17 @@ __device__ __forceinline__ void store_h_rows(const Block<W8a8>& block, const Seg
 }
 
 // A segment of more than 64 and up to 128 tokens: the warpgroup has those from 64 times its number on.
-__device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Segment& at_first, const Cursor& slot, Cursor& stage) {
+template <class Format>
+__device__ __forceinline__ void compute_rows(const Block<Format>& block, const Segment& at_first, const Cursor& slot, Cursor& stage,
+                                             Counters& counters) {
     constexpr uint32_t HALF = HALF_ROWS * PANEL_ROW_BYTES / 16; // from the first 128 weight rows to the others, in descriptors
     const int warpgroup = uniform(threadIdx.x / 128), first_token = warpgroup * ROW_TOKENS;
     int panels = block.k_panels(at_first);
-    const uint32_t scales = block.weight_ring + ROW_STAGES * ROW_STAGE_BYTES + warpgroup * ROW_SCALE_BYTES;
+    const uint32_t scales = block.weight_ring + FP8_ROW_STAGES<Format> * ROW_STAGE_BYTES<Format> + warpgroup * ROW_SCALE_BYTES;
     named_sync<128>(STAGING_BARRIER + warpgroup); // every warp has read the scales of the segment before
     copy_row_scales(block, at_first, scales);
-    const uint32_t a_first = wgmma_descriptor(block.token_ring + first_token * PANEL_ROW_BYTES), b_first = wgmma_descriptor(block.weight_ring);
-    const uint32_t token_scales = TALL_ROWS * 4 + (first_token + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 4;
+    const uint32_t a_first = wgmma_descriptor(block.token_ring + first_token * PANEL_ROW_BYTES);
+    const uint32_t token_scales = (Format::UNIT_SCALE_BYTES != 0 ? TALL_ROWS * 4 : 0) + (first_token + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 4;
     float total[ROW_SUMS], sums[HALF_ROWS / 2];
 #pragma unroll
     for (int i = 0; i < ROW_SUMS; i++) total[i] = 0.0f;
@@ -119,10 +125,11 @@ __device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Seg
 #pragma unroll 1
     for (; panels > 0; panels--) {
         const uint32_t a = a_first + stage.slot * (ROW_TILE_TOKENS * PANEL_ROW_BYTES / 16);
-        const uint32_t b = b_first + stage.slot * (TALL_ROWS * PANEL_ROW_BYTES / 16);
         const uint32_t at = block.scale_stage(stage.slot);
-        barrier_wait(&block.shared.full[stage.slot], stage.parity);
-        const float2 tokens = weight_scales(at + token_scales), low = weight_scales(at), high = weight_scales(at + HALF_ROWS * 4);
+        const uint32_t b = wgmma_descriptor(await_fp8(block, stage, counters));
+        const float2 tokens = weight_scales(at + token_scales);
+        float2 low = make_float2(1.0f, 1.0f), high = low;
+        if constexpr (!Format::WIDENS) low = weight_scales(at), high = weight_scales(at + HALF_ROWS * 4);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < W8A8_STEPS; step++) WgmmaFp8<HALF_ROWS>::mma(sums, a + step * 2, b + step * 2, step > 0);
@@ -137,8 +144,8 @@ __device__ __forceinline__ void compute_rows(const Block<W8a8>& block, const Seg
         wgmma_wait<0>();
         wgmma_pin(sums);
         __syncwarp(); // every lane has read its scales
-        release_stage(block, stage.slot, 1);
-        stage.advance(ROW_STAGES);
+        release_fp8(block, stage.slot, counters);
+        stage.advance(FP8_ROW_STAGES<Format>);
         add_scaled_rows<1>(total, sums, tokens, high);
     }
     const Segment segment = uniform(block.shared.segments[slot.slot]); // read again: it would hold registers meanwhile

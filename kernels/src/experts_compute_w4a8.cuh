@@ -65,23 +65,10 @@ template <int N> __device__ __forceinline__ void multiply_w4a8(float (&sums)[N /
     wgmma_commit();
 }
 
-template <int N>
-__device__ __forceinline__ void add_scaled_tokens(float (&total)[N / 2], float (&sums)[N / 2], TokenScales<N>& scales) {
-    wgmma_pin(sums);
-#pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        const float2 tokens = scales.next(j);
-        total[4 * j] = fmaf(sums[4 * j], tokens.x, total[4 * j]);
-        total[4 * j + 1] = fmaf(sums[4 * j + 1], tokens.y, total[4 * j + 1]);
-        total[4 * j + 2] = fmaf(sums[4 * j + 2], tokens.x, total[4 * j + 2]);
-        total[4 * j + 3] = fmaf(sums[4 * j + 3], tokens.y, total[4 * j + 3]);
-    }
-}
-
 // The mainloop and epilogue of one segment in one warpgroup, which computes weight rows `from` to `from` + 127.
 template <int N>
 __device__ __forceinline__ void compute_w4a8(const Block<W4a8>& block, const Segment& at_first, int from, const Cursor& slot,
-                                             Cursor& stage, uint32_t& exchanges) {
+                                             Cursor& stage, Counters& counters) {
     if (from >= at_first.rows) { // of a last strip of down
         for (int panels = block.k_panels(at_first); panels > 0; panels--) {
             await_stage(block, stage);
@@ -174,7 +161,7 @@ __device__ __forceinline__ void compute_w4a8(const Block<W4a8>& block, const Seg
     if (segment.phase == 0) {
         barrier_wait(&block.shared.routing_full[slot.slot], slot.parity);
         store_h_w8a8<true, N>(block.p, block.layer, segment, from, block.shared.weights[slot.slot], block.staging,
-                              block.maxima(0), block.maxima(1), exchanges, total, factors);
+                              block.maxima(0), block.maxima(1), counters.exchanges, total, factors);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -12,21 +12,26 @@
 
 namespace expertd {
 
-// The threads of a block: `CONSUMERS` warpgroups that compute and one that brings data, with their registers per thread. Together the
-// registers are those that the block has at its start.
-template <int CONSUMERS, int CONSUMER, int PRODUCER> struct Threads {
-    static constexpr int AT_START = 65536 / (128 * (CONSUMERS + 1)) / 8 * 8;
-    static_assert(CONSUMERS * CONSUMER + PRODUCER <= (CONSUMERS + 1) * AT_START && CONSUMER % 8 == 0 && PRODUCER % 8 == 0);
+// The threads of a block: `CONSUMERS` warpgroups that compute, one that widens weights in shared memory if `WIDENER` is not zero, and
+// one that brings data, with their registers per thread. Together the registers are those that the block has at its start.
+template <int CONSUMERS, int CONSUMER, int PRODUCER, int WIDENER = 0> struct Threads {
+    static constexpr bool WIDENS = WIDENER != 0;
+    static constexpr int AT_START = 65536 / (128 * (CONSUMERS + WIDENS + 1)) / 8 * 8;
+    static_assert(CONSUMERS * CONSUMER + WIDENER + PRODUCER <= (CONSUMERS + WIDENS + 1) * AT_START && CONSUMER % 8 == 0 && PRODUCER % 8 == 0 && WIDENER % 8 == 0);
     static constexpr int CONSUMER_REGISTERS = CONSUMER;
     static constexpr int PRODUCER_REGISTERS = PRODUCER;
+    static constexpr int WIDENER_REGISTERS = WIDENER;
     static constexpr int GROUPS = CONSUMERS;
-    static constexpr int THREADS = 128 * (GROUPS + 1);
+    static constexpr int THREADS = 128 * (GROUPS + WIDENS + 1);
     static constexpr int CONSUMER_WARPS = 4 * GROUPS;
-    static constexpr int WEIGHT_WARP = CONSUMER_WARPS;
+    static constexpr int WIDENER_WARPS = WIDENS ? 4 : 0;
+    static constexpr int WEIGHT_WARP = CONSUMER_WARPS + WIDENER_WARPS;
     static constexpr int TOKEN_WARP = WEIGHT_WARP + 1;
     static constexpr int COPY_WARP = WEIGHT_WARP + 2;            // the first of two
     static constexpr int TILE_ROWS = 64 * GROUPS;                // weight rows of a usual segment
-    static constexpr int RING_BYTES = (216 - 8 * GROUPS) * 1024; // each consumer has a staging area of 8 KB besides
+    static constexpr int WIDENED_BLOCKS = WIDENS ? 3 : 0;                        // k blocks of widened weights, of 256 rows each
+    static constexpr int WIDENED_BYTES = WIDENED_BLOCKS * 256 * BLOCK_K;
+    static constexpr int RING_BYTES = (216 - 8 * GROUPS) * 1024 - WIDENED_BYTES; // each consumer has a staging area of 8 KB besides
 };
 
 struct Bf16 : Threads<2, 208, 88> {
@@ -366,6 +371,25 @@ struct W4a8 : Threads<2, 224, 56> {
     static constexpr bool SHARED_SEGMENTS = true;
     static constexpr bool PERMUTED = true;
     static constexpr bool TURNS = false;
+};
+
+// The same weights for many tokens, which are wgmma's M operand: a warpgroup widens weights to e4m3 in shared memory, where wgmma reads them
+// as in W8A8.
+struct W4a8Rows : Threads<2, 208, 48, 48> {
+    static constexpr int UNIT_BYTES = W4A8_UNIT_BYTES;
+    static constexpr int UNIT_SCALE_BYTES = 0;
+    static constexpr int PANEL_ELEMENTS = BLOCK_K;
+    static constexpr int BLOCK_PANELS = 1;
+    static constexpr int MAX_TOKENS = 128;
+    static constexpr bool TOKEN_ROWS = true;
+    static constexpr bool HALVES = false;
+    static constexpr bool FEW_TOKENS_ALONE = false;
+    static constexpr bool ROW_SCALES = true;
+    static constexpr bool THREADS_READ = true;
+    static constexpr int SCALE_STAGE_BYTES = 512; // scales of up to 128 tokens
+    static constexpr bool SHARED_SEGMENTS = true;
+    static constexpr bool PERMUTED = true;
+    static constexpr bool TURNS = true;
 };
 
 // Loads a lane's chunk of a unit. The chunks of a k block are 512 bytes apart in the unit.

@@ -14,6 +14,7 @@
 //                                                   experts_compute_rows.cuh    many tokens (_bf16, _w8a8: mainloops)
 //                                                   experts_compute_few.cuh     mainloop of few tokens with MXFP4
 //   experts_quantise.cuh   e4m3 codes and scales    experts_epilogue.cuh        activation, biases, stores (_w8a8: h in e4m3)
+//                                                   experts_widen.cuh           MXFP4 to e4m3 in shared memory, for many FP8 rows
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,12 +32,13 @@
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
 #include "experts_rows.cuh"
+#include "experts_widen.cuh"
 
 namespace expertd {
 
 // Computes a segment with the smallest width of wgmma that holds its tokens.
 __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segment& segment, int from, bool shared_segment,
-                                            const Cursor& slot, Cursor& stage, uint32_t&) {
+                                            const Cursor& slot, Cursor& stage, Counters&) {
     const int n = segment.tokens;
     if (block.plan.token_rows && n > ROW_TILE_LEAST) {
         compute_rows(block, segment, slot, stage);
@@ -84,7 +86,7 @@ __device__ __forceinline__ void compute_any(const Block<Bf16>& block, const Segm
 
 template <class Format>
 __device__ __forceinline__ void compute_any(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
-                                            const Cursor& slot, Cursor& stage, uint32_t&) {
+                                            const Cursor& slot, Cursor& stage, Counters&) {
     static_assert(Format::MAX_TOKENS == 128, "the widest below");
     const int n = segment.tokens;
 #define EXPERTD_COMPUTE(N) compute<N>(block, segment, from, shared_segment, slot, stage)
@@ -110,14 +112,14 @@ __device__ __forceinline__ void compute_any(const Block<Format>& block, const Se
 }
 
 __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segment& segment, int from, bool,
-                                            const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
+                                            const Cursor& slot, Cursor& stage, Counters& counters) {
     static_assert(W8a8::MAX_TOKENS == 112, "the widest below");
     const int n = segment.tokens;
     if (block.plan.token_rows && n > ROW_TILE_LEAST) {
-        compute_rows(block, segment, slot, stage);
+        compute_rows(block, segment, slot, stage, counters);
         return;
     }
-#define EXPERTD_COMPUTE(N) compute_w8a8<N>(block, segment, from, slot, stage, exchanges)
+#define EXPERTD_COMPUTE(N) compute_w8a8<N>(block, segment, from, slot, stage, counters)
     if (n <= 8) EXPERTD_COMPUTE(8);
     EXPERTD_UP_TO(16)
     EXPERTD_UP_TO(32)
@@ -126,14 +128,27 @@ __device__ __forceinline__ void compute_any(const Block<W8a8>& block, const Segm
     EXPERTD_UP_TO(80)
     EXPERTD_UP_TO(96)
     else EXPERTD_COMPUTE(112);
+}
+
+__device__ __forceinline__ void compute_any(const Block<W4a8Rows>& block, const Segment& segment, int from, bool,
+                                            const Cursor& slot, Cursor& stage, Counters& counters) {
+    static_assert(ROW_TILE_LEAST == 80, "the widest below");
+    const int n = segment.tokens;
+    if (n > ROW_TILE_LEAST) compute_rows(block, segment, slot, stage, counters);
+    EXPERTD_UP_TO(8)
+    EXPERTD_UP_TO(16)
+    EXPERTD_UP_TO(32)
+    EXPERTD_UP_TO(48)
+    EXPERTD_UP_TO(64)
+    else EXPERTD_COMPUTE(80);
 #undef EXPERTD_COMPUTE
 }
 
 __device__ __forceinline__ void compute_any(const Block<W4a8>& block, const Segment& segment, int from, bool,
-                                            const Cursor& slot, Cursor& stage, uint32_t& exchanges) {
+                                            const Cursor& slot, Cursor& stage, Counters& counters) {
     static_assert(W4a8::MAX_TOKENS == 104, "the widest below");
     const int n = segment.tokens;
-#define EXPERTD_COMPUTE(N) compute_w4a8<N>(block, segment, from, slot, stage, exchanges)
+#define EXPERTD_COMPUTE(N) compute_w4a8<N>(block, segment, from, slot, stage, counters)
     if (n <= 8) EXPERTD_COMPUTE(8);
     EXPERTD_UP_TO(16)
     EXPERTD_UP_TO(24)
@@ -157,7 +172,8 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     const int warpgroup = uniform(threadIdx.x / 128);
     Cursor slot, stage;
     int turn = 0;
-    uint32_t turn_parity = 0, exchanges = 0;
+    uint32_t turn_parity = 0;
+    Counters counters;
     if constexpr (Format::PANEL_ELEMENTS == BLOCK_K) {
         if (Format::TURNS && warpgroup == 1) named_arrive<256>(TURN_BARRIER); // the first warpgroup has the first turn
     }
@@ -174,7 +190,7 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
             stage.advance(block.plan.stages, divide_up(block.k_blocks(segment), block.per_stage(segment)));
         } else {
             const int from = shared_segment ? warpgroup * (block.plan.block_rows / Format::GROUPS) : 0;
-            compute_any(block, segment, from, shared_segment, slot, stage, exchanges);
+            compute_any(block, segment, from, shared_segment, slot, stage, counters);
         }
         const Segment done = uniform(shared.segments[slot.slot]); // read again, because keeping it would occupy registers
         __syncwarp(); // every lane has read the slot
@@ -192,7 +208,7 @@ template <class Format>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory + Format::RING_BYTES + Format::GROUPS * STAGING_BYTES);
+    Shared& shared = *reinterpret_cast<Shared*>(memory + Format::RING_BYTES + Format::WIDENED_BYTES + Format::GROUPS * STAGING_BYTES);
     const int warp = uniform(threadIdx.x / 32);
 
     if (threadIdx.x == 0) {
@@ -200,14 +216,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
         shared.failed = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
-            barrier_init(&shared.segment_empty[i], (Format::CONSUMER_WARPS + 1) * WARP_ARRIVALS);
+            barrier_init(&shared.segment_empty[i], (Format::CONSUMER_WARPS + Format::WIDENER_WARPS + 1) * WARP_ARRIVALS);
             barrier_init(&shared.routing_full[i], 32);
         }
         for (int i = 0; i < MAX_STAGES; i++) {
-            barrier_init(&shared.full[i], 2);
+            const int readers = Format::WIDENS && i >= WIDENED_STAGES ? Format::WIDENER_WARPS : Format::CONSUMER_WARPS;
+            barrier_init(&shared.full[i], Format::WIDENS ? 1 : 2);
             barrier_init(&shared.weights_full[i], 1);
-            barrier_init(&shared.stage_empty[i], Format::CONSUMER_WARPS * WARP_ARRIVALS);
-            barrier_init(&shared.pair_empty[i], 2 * Format::CONSUMER_WARPS * WARP_ARRIVALS);
+            barrier_init(&shared.stage_empty[i], readers * WARP_ARRIVALS);
+            barrier_init(&shared.pair_empty[i], 2 * readers * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < Format::WIDENED_BLOCKS; i++) {
+            barrier_init(&shared.widened_full[i], Format::WIDENER_WARPS * WARP_ARRIVALS);
+            barrier_init(&shared.widened_empty[i], Format::CONSUMER_WARPS * WARP_ARRIVALS);
         }
         for (int i = 0; i < DRAWN_SLOTS; i++) barrier_init(&shared.drawn.full[i], 1);
         barrier_init(&shared.turn[0], 4 * WARP_ARRIVALS);
@@ -239,7 +260,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     const uint32_t ring = smem_address(memory);
     const uint32_t token_ring = ring + weight_ring_bytes<Format>(plan);
     const uint32_t scale_ring = token_ring + plan.stages * plan.stage_blocks * stage_token_bytes<Format>(plan.tile_tokens);
-    const Block<Format> block{p, shared.layer, shared, plan, ring, token_ring, scale_ring, ring + Format::RING_BYTES};
+    const Block<Format> block{p, shared.layer, shared, plan, ring, token_ring, scale_ring, ring + Format::RING_BYTES, ring + Format::RING_BYTES + Format::WIDENED_BYTES};
 
     if (warp >= Format::WEIGHT_WARP) {
         registers_down<Format::PRODUCER_REGISTERS>();
@@ -250,6 +271,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
             finish(p);
         } else if (threadIdx.x % 32 == 0) {
             produce_weights(block);
+        }
+    } else if (Format::WIDENS && warp >= Format::CONSUMER_WARPS) {
+        if constexpr (Format::WIDENS) {
+            registers_down<Format::WIDENER_REGISTERS>();
+            widen_weights(block);
         }
     } else {
         registers_up<Format::CONSUMER_REGISTERS>();

@@ -16,6 +16,7 @@ int setup_int4_zeros();
 int setup_nvfp4();
 int setup_mxfp8();
 int setup_w4a8();
+int setup_w4a8_rows();
 int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_few(const ExpertdExpertsParams& p, cudaStream_t stream); // all formats with EXPERTD_LAUNCH_FEW_ROWS
 int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream);
@@ -26,6 +27,7 @@ int launch_int4_zeros(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_nvfp4(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_mxfp8(const ExpertdExpertsParams& p, cudaStream_t stream);
 int launch_w4a8(const ExpertdExpertsParams& p, cudaStream_t stream);
+int launch_w4a8_rows(const ExpertdExpertsParams& p, cudaStream_t stream); // EXPERTD_LAUNCH_MANY_ROWS
 
 // Launches a kernel whose blocks are all resident, with the attributes that p.flags asks for.
 inline cudaError_t launch_resident(void (*kernel)(ExpertdExpertsParams), const ExpertdExpertsParams& p, int blocks, int threads,

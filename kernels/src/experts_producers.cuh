@@ -46,7 +46,8 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
         const uint32_t mine = blockIdx.x % 2 == 0 ? half : segment.rows - half;
         for (int k = 0; k < blocks; k += per_stage) {
             const int here = min(per_stage, blocks - k);
-            barrier_wait(in_pair ? &shared.pair_empty[stage.slot] : &shared.stage_empty[stage.slot], stage.parity ^ 1);
+            const int empty = stage.slot + (Format::WIDENS ? WIDENED_STAGES : 0);
+            barrier_wait(in_pair ? &shared.pair_empty[empty] : &shared.stage_empty[empty], stage.parity ^ 1);
             // Order the threads' reads of the stage before the copies that fill it again.
             if (Format::THREADS_READ) fence_shared_proxy();
             uint64_t* arrived = &shared.full[stage.slot];
@@ -57,14 +58,16 @@ __device__ __forceinline__ void produce_weights(const Block<Format>& block) {
                     under_way--;
                 }
                 under_way++;
-                barrier_arrive(arrived);
+            }
+            if (Format::WIDENS || block.paced()) {
+                if (!Format::WIDENS) barrier_arrive(arrived);
                 arrived = &shared.weights_full[stage.slot];
             }
             barrier_arrive_expect(arrived, (bytes + scale_bytes) * here);
             for (int i = 0; i < here && bytes != 0; i++) {
                 if (sharing) {
-                    bulk_load_both(block.weight_stage(stage.slot) + mine_from * PANEL_ROW_BYTES, source + mine_from * PANEL_ROW_BYTES,
-                                   mine * PANEL_ROW_BYTES, arrived, policy);
+                    const uint32_t mine_at = mine_from / UNIT_ROWS * Format::UNIT_BYTES;
+                    bulk_load_both(block.weight_stage(stage.slot) + mine_at, source + mine_at, mine / UNIT_ROWS * Format::UNIT_BYTES, arrived, policy);
                     if (Format::UNIT_SCALE_BYTES != 0) {
                         bulk_load_both(block.scale_stage(stage.slot) + mine_from * 4, source + to_scales + mine_from * 4, mine * 4, arrived, policy);
                     }

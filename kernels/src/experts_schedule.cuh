@@ -55,6 +55,7 @@ constexpr int WIDE_TOKENS = 64; // widest token tile of pairs whose warpgroups t
 constexpr int WIDE_K = 4096;    // least k of such pairs; down then has at most one strip of TILE_ROWS per SM
 
 constexpr int MAX_STAGES = 12;
+constexpr int WIDENED_STAGES = MAX_STAGES / 2; // if weights are widened in shared memory
 constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if weights are paced: tiles are narrow,
 constexpr int PACED_WEIGHTS = 2500000; // and an SM reads at most this many bytes of weights in the step
 
@@ -103,8 +104,8 @@ template <class Format> __device__ __forceinline__ int stage_blocks_for(int tile
     return Format::FEW_TOKENS_ALONE && tile_tokens <= 64 ? 2 : 1;
 }
 
-// Bytes of a pipeline stage if tokens are wgmma's M.
-constexpr int ROW_STAGE_BYTES = stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES;
+// Bytes of a pipeline stage with FP8 rows if tokens are wgmma's M.
+template <class Format> constexpr int ROW_STAGE_BYTES = TALL_ROWS / UNIT_ROWS * Format::UNIT_BYTES + ROW_TILE_TOKENS * PANEL_ROW_BYTES + Format::SCALE_STAGE_BYTES;
 
 // Bytes of the weight ring. Token stages follow it at a multiple of SWIZZLE_BYTES.
 template <class Format> __device__ __forceinline__ int weight_ring_bytes(const Plan& plan) {
@@ -116,7 +117,7 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     static_assert((Format::RING_BYTES - LOST) / LARGEST >= 3, "a consumer may hold two stages while it waits for the third");
     static_assert(Bf16::RING_BYTES / (stage_weight_bytes<Bf16>(TALL_ROWS) + TALL_TOKENS * PANEL_ROW_BYTES) >= 4, "the same");
     static_assert(W8a8::RING_BYTES / (stage_weight_bytes<W8a8>(TALL_ROWS) + ROW_TILE_TOKENS * PANEL_ROW_BYTES + W8a8::SCALE_STAGE_BYTES) >= 4, "the same");
-    return min(MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
+    return min(Format::WIDENS ? WIDENED_STAGES : MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
 }
 
 // Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
@@ -132,7 +133,8 @@ template <class Format> __device__ __forceinline__ bool tall_segments(const Expe
 template <class Format>
 __device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
     constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
-    if (!Format::TOKEN_ROWS || (W8A8 && layer.block_scales == 0)) return false;
+    if (Format::WIDENS) return true;
+    if (!Format::TOKEN_ROWS || (Format::UNIT_SCALE_BYTES != 0 && layer.block_scales == 0)) return false;
     if (p.tile_rows != 0) return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS;
     if (p.tile_tokens != 0 || active == 0) return false;
     const int wide = active < ROW_PAIR_EXPERTS ? ROW_PAIR_FEW_MEAN : ROW_PAIR_WIDE_MEAN;

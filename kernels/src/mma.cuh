@@ -30,11 +30,4 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
     return v;
 }
 
-// The same for two matrices, of which lanes 0 to 15 give the addresses.
-__device__ __forceinline__ uint4 load_two_matrices(uint32_t address) {
-    uint4 v = {};
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-    return v;
-}
-
 } // namespace expertd

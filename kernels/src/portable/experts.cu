@@ -17,7 +17,7 @@ const Entry ENTRIES[] = {
     {EXPERTD_NVFP4, setup_nvfp4, launch_nvfp4}, {EXPERTD_MXFP8, setup_mxfp8, launch_mxfp8},
 };
 
-// Tile shapes are not chosen by the caller here.
+// tile_rows does not matter, and of tile_tokens only whether it is small (GroupedSmall).
 bool valid(const ExpertdExpertsParams& p) {
     return p.x_format == EXPERTD_ROWS_BF16 && p.layers != nullptr && p.expert_offsets != nullptr && p.row_index != nullptr && p.row_weight != nullptr &&
            p.x != nullptr && p.y != nullptr && p.h != nullptr && p.state != nullptr && p.x_stride % 16 == 0 && p.experts >= 1 &&

@@ -12,17 +12,20 @@ constexpr uint32_t kRows = 16;         // tokens of a warp: mma's M
 constexpr uint32_t kColumns = 8;       // experts of mma's N
 constexpr uint32_t kWarps = 16;        // warps of a block of the first launch
 constexpr uint32_t kThreads = 32 * kWarps;
-constexpr uint32_t kMostTokens = 2048; // tokens of a pair of launches
+constexpr uint32_t kMostLogits = 2048 * kMaxExperts; // of a pair of launches
 constexpr uint32_t kChoosers = 8;      // warps of a block of the second launch, each for a token
 constexpr uint32_t kFewTokens = 128;   // up to this many tokens blocks are small, so that there are many
+constexpr uint32_t kEnoughBlocks = 100; // for large blocks, which read tokens and weights less often
 
-__device__ float logits_of[kMostTokens * kMaxExperts];
+__device__ float logits_of[kMostLogits];  // [tokens][experts]
 
 // Tiles of experts that every warp multiplies, and groups of warps, each with its tokens. The warps of a group divide the inner dimension.
 template <int Tiles, int Groups> struct Block {
     static constexpr uint32_t kSplits = kWarps / Groups;
     static constexpr uint32_t kTokens = kRows * Groups, kExperts = kColumns * Tiles;
-    static constexpr uint32_t kSumBytes = kWarps * Tiles * 4 * 32 * sizeof(float);
+    static constexpr int kBatch = Tiles < 8 ? Tiles : 8;  // tiles whose weights a warp loads at a time
+    static constexpr int kPass = Tiles < 4 ? Tiles : 4;   // tiles whose sums are added up at a time
+    static constexpr uint32_t kSumBytes = kWarps * kPass * 4 * 32 * sizeof(float);
 };
 
 // A lane's 16 bytes of a row; zeros where there is none.
@@ -34,7 +37,7 @@ __device__ __forceinline__ uint4 load_word_of(const uint4* matrix, uint32_t row,
 template <int Tiles, int Groups>
 __global__ void __launch_bounds__(kThreads, 1) portable_logits(const __grid_constant__ GateParams p, uint32_t first) {
     using Of = Block<Tiles, Groups>;
-    extern __shared__ float sums[];  // [kWarps][Tiles * 4][32]
+    extern __shared__ float sums[];  // [kWarps][kPass * 4][32]
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / Of::kSplits, split = warp % Of::kSplits;
     if (first == 0 && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.state->begin_ns[kGate] = now_ns();
     const StepKind what = step_kind(p.state);
@@ -48,40 +51,48 @@ __global__ void __launch_bounds__(kThreads, 1) portable_logits(const __grid_cons
     for (uint32_t product = 0; product < products.count(); ++product) {
         const uint4* x = static_cast<const uint4*>(products.takes_low_rows(product) ? p.tokens_low : p.tokens);
         const uint4* w = static_cast<const uint4*>(products.takes_low_weights(product) ? layer.weight_low : layer.weight);
-#pragma unroll 2
+#pragma unroll(Tiles == 1 ? 4 : Tiles <= 4 ? 2 : 1)
         for (uint32_t at = 0; at < steps; ++at) {
             const uint32_t word = (at * Of::kSplits + split) * 4 + lane % 4;
-            uint4 a[2], b[Tiles];
-#pragma unroll
-            for (int t = 0; t < Tiles; ++t) b[t] = load_word_of(w, first_expert + t * kColumns + row, p.experts, word, words);
+            uint4 a[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) a[half] = load_word_of(x, first_token + group * kRows + half * 8 + row, step.tokens, word, words);
-            // A lane's 16 bytes feed two instructions; which columns those have does not matter, as long as both operands agree.
 #pragma unroll
-            for (int t = 0; t < Tiles; ++t) {
-                mma_16x8x16(acc[t], {a[0].x, a[1].x, a[0].y, a[1].y}, b[t].x, b[t].y);
-                mma_16x8x16(acc[t], {a[0].z, a[1].z, a[0].w, a[1].w}, b[t].z, b[t].w);
+            for (int from = 0; from < Tiles; from += Of::kBatch) {
+                uint4 b[Of::kBatch];
+#pragma unroll
+                for (int t = 0; t < Of::kBatch; ++t) b[t] = load_word_of(w, first_expert + (from + t) * kColumns + row, p.experts, word, words);
+                // A lane's 16 bytes feed two instructions; which columns those have does not matter, as long as both operands agree.
+#pragma unroll
+                for (int t = 0; t < Of::kBatch; ++t) {
+                    mma_16x8x16(acc[from + t], {a[0].x, a[1].x, a[0].y, a[1].y}, b[t].x, b[t].y);
+                    mma_16x8x16(acc[from + t], {a[0].z, a[1].z, a[0].w, a[1].w}, b[t].z, b[t].w);
+                }
             }
         }
     }
 #pragma unroll
-    for (int t = 0; t < Tiles; ++t) {
+    for (int from = 0; from < Tiles; from += Of::kPass) {
+        if (from != 0) __syncthreads();  // the sums before have been read
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[(warp * Tiles * 4 + t * 4 + i) * 32 + lane] = acc[t][i];
-    }
-    __syncthreads();
-    // Adds up the sums of a group's warps in their order.
-    constexpr uint32_t kEach = Tiles * 4 * 32;
-    for (uint32_t at = threadIdx.x; at < Groups * kEach; at += kThreads) {
-        const uint32_t of = at / kEach, within = at % kEach;
-        const float* from = sums + of * Of::kSplits * kEach + within;
-        float sum = from[0];
+        for (int t = 0; t < Of::kPass; ++t) {
 #pragma unroll
-        for (uint32_t s = 1; s < Of::kSplits; ++s) sum += from[s * kEach];
-        const uint32_t i = within / 32 % 4, column = within % 32;
-        const uint32_t token = first_token + of * kRows + i / 2 * 8 + column / 4;
-        const uint32_t expert = first_expert + within / 128 * kColumns + column % 4 * 2 + i % 2;
-        if (token < step.tokens && expert < p.experts) logits_of[(token - first) * kMaxExperts + expert] = sum;
+            for (int i = 0; i < 4; ++i) sums[(warp * Of::kPass * 4 + t * 4 + i) * 32 + lane] = acc[from + t][i];
+        }
+        __syncthreads();
+        // Adds up the sums of a group's warps in their order.
+        constexpr uint32_t kEach = Of::kPass * 4 * 32;
+        for (uint32_t at = threadIdx.x; at < Groups * kEach; at += kThreads) {
+            const uint32_t of = at / kEach, within = at % kEach;
+            const float* summands = sums + of * Of::kSplits * kEach + within;
+            float sum = summands[0];
+#pragma unroll
+            for (uint32_t s = 1; s < Of::kSplits; ++s) sum += summands[s * kEach];
+            const uint32_t i = within / 32 % 4, column = within % 32;
+            const uint32_t token = first_token + of * kRows + i / 2 * 8 + column / 4;
+            const uint32_t expert = first_expert + (from + within / 128) * kColumns + column % 4 * 2 + i % 2;
+            if (token < step.tokens && expert < p.experts) logits_of[(token - first) * p.experts + expert] = sum;
+        }
     }
 }
 
@@ -99,23 +110,36 @@ __global__ void __launch_bounds__(32 * kChoosers) portable_choice(const __grid_c
 #pragma unroll
     for (int i = 0; i < Per; ++i) {
         const uint32_t expert = i * 32 + lane;
-        logits[i] = expert < p.experts ? __ldcg(logits_of + within * kMaxExperts + expert) : -kInfinity;
+        logits[i] = expert < p.experts ? __ldcg(logits_of + within * p.experts + expert) : -kInfinity;
     }
     choose<Per>(p, layer, token, logits, scratch[warp]);
+}
+
+template <int Tiles, int Groups> dim3 grid_of(uint32_t experts, uint32_t tokens) {
+    using Of = Block<Tiles, Groups>;
+    return dim3((experts + Of::kExperts - 1) / Of::kExperts, (tokens + Of::kTokens - 1) / Of::kTokens);
 }
 
 template <int Tiles, int Groups> void launch_logits(const GateParams& p, uint32_t first, uint32_t tokens, cudaStream_t stream) {
     using Of = Block<Tiles, Groups>;
     static_assert(Of::kSumBytes <= 48 * 1024, "without asking for more");
-    const dim3 grid((p.experts + Of::kExperts - 1) / Of::kExperts, (tokens + Of::kTokens - 1) / Of::kTokens);
-    portable_logits<Tiles, Groups><<<grid, kThreads, Of::kSumBytes, stream>>>(p, first);
+    portable_logits<Tiles, Groups><<<grid_of<Tiles, Groups>(p.experts, tokens), kThreads, Of::kSumBytes, stream>>>(p, first);
+}
+
+// Whether blocks with this number of tiles of experts are filled, and enough.
+template <int Tiles> bool has_enough(uint32_t experts, uint32_t tokens) {
+    const dim3 grid = grid_of<Tiles, 4>(experts, tokens);
+    return experts > Tiles * kColumns / 2 && grid.x * grid.y >= kEnoughBlocks;
 }
 
 int launch_gate(const GateParams& p, uint32_t tokens, cudaStream_t stream) {
     const auto choose = p.experts <= 64 ? portable_choice<2> : p.experts <= 128 ? portable_choice<4> : p.experts <= 256 ? portable_choice<8> : portable_choice<16>;
-    for (uint32_t first = 0; first < tokens; first += kMostTokens) {
-        const uint32_t here = tokens - first < kMostTokens ? tokens - first : kMostTokens;
+    const uint32_t most = kMostLogits / p.experts;
+    for (uint32_t first = 0; first < tokens; first += most) {
+        const uint32_t here = tokens - first < most ? tokens - first : most;
         if (tokens <= kFewTokens) launch_logits<1, 1>(p, first, here, stream);
+        else if (has_enough<16>(p.experts, here)) launch_logits<16, 4>(p, first, here, stream);
+        else if (has_enough<8>(p.experts, here)) launch_logits<8, 4>(p, first, here, stream);
         else launch_logits<4, 4>(p, first, here, stream);
         choose<<<(here + kChoosers - 1) / kChoosers, 32 * kChoosers, 0, stream>>>(p, first);
         const cudaError_t code = cudaGetLastError();

@@ -25,25 +25,28 @@ template <int COUNT, int I = 0, class F> __device__ __forceinline__ void unrolle
     }
 }
 
-// Multiplies a tile, of which each warp has up to COLUMNS * 8 tokens. A unit's weights are loaded while the one before is multiplied, and the
-// tokens of a step as soon as those of the step before have been used. Few fragments are held at a time, as registers are short.
-template <class Shape, int COLUMNS>
-__device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&sums)[Shape::UNITS][Shape::COLUMNS][4], int panels, int row_warp,
-                                              int token_warp) {
+// Multiplies a tile, of which the warp has up to PAIRS * 16 tokens, beginning at `first`. A unit's weights are loaded while the one before is
+// multiplied, and the tokens of a step as soon as those of the step before have been used. Few fragments are held at a time, as registers are
+// short.
+template <class Shape, int PAIRS>
+__device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&sums)[Shape::UNITS][Shape::PAIRS][2][4], int panels, int row_warp,
+                                              int first) {
     using Format = typename Shape::Format;
-    constexpr int UNITS = Shape::UNITS, PARTS = PANEL_K / 16 * UNITS, PAIRS = (COLUMNS + 1) / 2; // a part is a unit times a step of 16 k
+    constexpr int UNITS = Shape::UNITS, PARTS = PANEL_K / 16 * UNITS; // a part is a unit times a step of 16 k
     const int lane = threadIdx.x % 32, row = lane % 8;
     const uint32_t weights = row_warp * UNITS * Format::ELEMENT_BYTES, scales = Shape::SCALES_AT + row_warp * UNITS * Format::SCALE_BYTES;
-    // Of a matrix of eight tokens and eight k a lane gives the address of a row: matrices are two groups of tokens by two halves of a step.
-    const uint32_t tokens = Shape::TOKENS_AT + (token_warp * COLUMNS * 8 + lane / 16 * 8 + row) * PANEL_ROW_BYTES + ((lane / 8 % 2 ^ row) * 16);
+    // Of a matrix of eight tokens and eight k a lane gives the address of a row: matrices are two halves of a step by two groups of tokens.
+    const uint32_t tokens = Shape::TOKENS_AT + (first + lane / 8 % 2 * 8 + row) * PANEL_ROW_BYTES + ((lane / 16 ^ row) * 16);
     const auto load_tokens = [&](uint32_t stage, int step, int pair) {
-        const uint32_t address = ((stage + tokens) ^ (step * 32)) + pair * 16 * PANEL_ROW_BYTES;
-        return 2 * pair + 1 < COLUMNS ? load_matrices(address) : load_two_matrices(address);
+        return load_matrices(((stage + tokens) ^ (step * 32)) + pair * 16 * PANEL_ROW_BYTES);
     };
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
 #pragma unroll
-        for (int c = 0; c < Shape::COLUMNS; c++) sums[u][c][0] = sums[u][c][1] = sums[u][c][2] = sums[u][c][3] = 0.0f;
+        for (int i = 0; i < 2 * PAIRS; i++) {
+            float* of = sums[u][i / 2][i % 2];
+            of[0] = of[1] = of[2] = of[3] = 0.0f;
+        }
     }
     typename Format::template Weights<UNITS> of;
     uint32_t a[2][4];
@@ -80,8 +83,10 @@ __device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&
             else if (more) of.fragment(0, 0, a[next % 2]);
 #pragma unroll
             for (int pair = 0; pair < PAIRS; pair++) {
-                mma_16x8x16(sums[u][2 * pair], a[at % 2], b[pair].x, b[pair].y);
-                if (2 * pair + 1 < COLUMNS) mma_16x8x16(sums[u][2 * pair + 1], a[at % 2], b[pair].z, b[pair].w);
+                const uint32_t(&w)[4] = a[at % 2];
+                const uint32_t t[4] = {b[pair].x, b[pair].y, b[pair].z, b[pair].w};
+                mma_16x8x16(sums[u][pair][0], t, w[0], w[2]);
+                mma_16x8x16(sums[u][pair][1], t, w[1], w[3]);
                 if constexpr (u + 1 == UNITS) {
                     if constexpr (!ends) b[pair] = load_tokens(stage, step + 1, pair);
                     else if (more) b[pair] = load_tokens(next_stage, 0, pair);
@@ -93,15 +98,22 @@ __device__ __forceinline__ void multiply_tile(GroupedRing<Shape>& ring, float (&
     }
 }
 
-// Calls `multiply` with the constant `columns`, a multiple of STEP.
-template <int COLUMNS, int STEP, class F> __device__ __forceinline__ void with_columns(int columns, const F& multiply) {
-    if constexpr (COLUMNS > STEP) {
-        if (columns < COLUMNS) {
-            with_columns<COLUMNS - STEP, STEP>(columns, multiply);
+// Calls `multiply` with the constant `pairs`, which is at least 1.
+template <int PAIRS, class F> __device__ __forceinline__ void with_pairs(int pairs, const F& multiply) {
+    if constexpr (PAIRS > 1) {
+        if (pairs < PAIRS) {
+            with_pairs<PAIRS - 1>(pairs, multiply);
             return;
         }
     }
-    multiply(Constant<COLUMNS>());
+    multiply(Constant<PAIRS>());
+}
+
+// Adds 1 to a counter if `adds` is true, and returns in `before` what it was. The compiler makes branches of atom.add, behind which it awaits the
+// value; this one is awaited where it is used.
+__device__ __forceinline__ void add_one_if(uint32_t* counter, bool adds, uint32_t& before) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n}" : "+r"(before) : "l"(counter), "r"(int(adds))
+                 : "memory");
 }
 
 template <class Shape>
@@ -109,11 +121,13 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     portable_grouped(const __grid_constant__ ExpertdExpertsParams p, const __grid_constant__ GroupedPhase phase) {
     extern __shared__ __align__(128) unsigned char memory[];
     GroupedShared& shared = *reinterpret_cast<GroupedShared*>(memory);
-    if (threadIdx.x < phase.stages) {
-        barrier_init(&shared.full[threadIdx.x], Shape::THREADS);
-        barrier_init(&shared.empty[threadIdx.x], Shape::THREADS / 32 * WARP_ARRIVALS);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < phase.stages; i++) {
+            barrier_init(&shared.full[i], Shape::THREADS);
+            barrier_init(&shared.empty[i], Shape::THREADS / 32 * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < GROUPED_DRAWS; i++) barrier_init(&shared.drawn[i], 1);
     }
-    if (threadIdx.x < GROUPED_DRAWS) barrier_init(&shared.drawn[threadIdx.x], 1);
     if (blockIdx.x == 0 && threadIdx.x == 0) *drawn_tiles(p, 1 - phase.phase) = 0;
     // The barriers in there make the above visible, too.
     int32_t* const scratch = reinterpret_cast<int32_t*>(memory + sizeof(GroupedShared));
@@ -121,23 +135,38 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     if (token_tiles <= 0) return;
     const ExpertdLayerWeights layer = p.layers[p.layer != nullptr ? __ldcg(p.layer) : 0];
     const int warp = uniform(threadIdx.x / 32), row_warp = warp % Shape::ROW_WARPS, token_warp = warp / Shape::ROW_WARPS;
-    const int tiles = token_tiles * phase.strips, most = divide_up(tiles, gridDim.x); // most tiles of a block
+    const int tiles = token_tiles * phase.strips;
     if (warp < phase.draws) store_draw<Shape>(p, shared, phase, tiles, warp, blockIdx.x + warp * gridDim.x);
+    const bool plain = phase.phase == 0 ? layer.gate_up_bias == nullptr && p.activation == EXPERTD_SWIGLU && p.weight_on_input == 0
+                                        : layer.down_bias == nullptr;
     GroupedRing<Shape> ring(p, phase, layer, shared);
+    // A block draws until it has its share of the work, so all tiles are drawn. One whose tiles are small takes more of them.
+    const int assignments = shared.tables.end[p.experts - 1] - __ldcg(p.expert_offsets);
+    const int64_t all_work = int64_t(phase.strips) * (assignments + token_tiles * int64_t(TILE_WORK));
+    const int share = int((all_work + gridDim.x - 1) / gridDim.x);
+    int work = 0; // of the tiles that the block has drawn, in warp 0
+    if (warp == 0) {
+        for (int i = 0; i < phase.draws; i++) work += work_of(drawn_tile(shared, i));
+    }
     for (int index = 0;; index++) {
         const GroupedTile tile = drawn_tile(shared, index);
         if (tile.tokens == 0) break;
-        int later = tiles; // needed when this tile has been multiplied
-        if (threadIdx.x == 0 && index + phase.draws < most) later = phase.draws * gridDim.x + atomicAdd(drawn_tiles(p, phase.phase), 1u);
-        const int columns = divide_up(tile.tokens, 8 * Shape::STEP * Shape::TOKEN_WARPS) * Shape::STEP;
-        float sums[Shape::UNITS][Shape::COLUMNS][4];
-        with_columns<Shape::COLUMNS, Shape::STEP>(columns, [&](auto of) {
-            multiply_tile<Shape, decltype(of)::value>(ring, sums, phase.panels, row_warp, token_warp);
+        const bool draws = warp == 0 && work < share;
+        uint32_t drawn = 0; // needed when this tile has been multiplied
+        add_one_if(drawn_tiles(p, phase.phase), draws && threadIdx.x == 0, drawn);
+        // The first token warps have one more pair of eight tokens if the number is odd. Warps that share a scheduler have both kinds.
+        const int all = divide_up(tile.tokens, 16), pairs = divide_up(all - token_warp, Shape::TOKEN_WARPS);
+        const int first = token_warp * divide_up(all, Shape::TOKEN_WARPS) * 16;
+        float sums[Shape::UNITS][Shape::PAIRS][2][4];
+        with_pairs<Shape::PAIRS>(pairs, [&](auto of) {
+            multiply_tile<Shape, decltype(of)::value>(ring, sums, phase.panels, row_warp, first);
         });
-        if (warp == 0) store_draw<Shape>(p, shared, phase, tiles, index + phase.draws, uniform(later));
-        const int unit = tile.row / UNIT_ROWS + row_warp * Shape::UNITS, first = token_warp * columns * 8;
-        if (phase.phase == 0) store_tile<Shape, 0>(p, layer, tile, unit, phase.units, first, columns, sums);
-        else store_tile<Shape, 1>(p, layer, tile, unit, phase.units, first, columns, sums);
+        if (warp == 0) work += store_draw<Shape>(p, shared, phase, tiles, index + phase.draws, draws ? phase.draws * gridDim.x + uniform(drawn) : tiles);
+        const int unit = tile.row / UNIT_ROWS + row_warp * Shape::UNITS;
+        if (phase.phase == 0 && plain) store_tile<Shape, 0, true>(p, layer, tile, unit, phase.units, first, pairs, sums);
+        else if (phase.phase == 0) store_tile<Shape, 0, false>(p, layer, tile, unit, phase.units, first, pairs, sums);
+        else if (plain) store_tile<Shape, 1, true>(p, layer, tile, unit, phase.units, first, pairs, sums);
+        else store_tile<Shape, 1, false>(p, layer, tile, unit, phase.units, first, pairs, sums);
     }
     copies_wait_all();
 }
@@ -145,7 +174,10 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
 // 256 weight rows and 160 tokens are as much as 255 registers of eight warps allow, and two tiles then hold an expert of 256 tokens and some
 // more. Where weights are widened, every warp has all tokens, so that each element is widened once, and 144 are the most.
 template <class Format>
-using GroupedUsual = std::conditional_t<Format::ROW_SCALES, GroupedShape<Format, 8, 1, 2, 18, 2>, GroupedShape<Format, 4, 2, 4, 10, 1>>;
+using GroupedUsual = std::conditional_t<Format::ROW_SCALES, GroupedShape<Format, 8, 1, 2, 9>, GroupedShape<Format, 4, 2, 4, 5>>;
+
+// For experts with few tokens: widening weights takes longer than products, and the warps of two blocks hide each other's latencies.
+template <class Format> using GroupedSmall = GroupedShape<Format, 8, 1, 2, 3, 2>;
 
 struct GroupedFitting {
     int blocks; // 0: the kernel does not run on this device
@@ -165,7 +197,7 @@ template <class Shape> GroupedFitting grouped_fitting() {
         if (const char* least = std::getenv("EXPERTD_CUDA_SHARED_BYTES")) shared = std::min(shared, std::atoi(least));
         // The shared memory of a multiprocessor is that of its largest block and 1 KB more, which every block takes besides its own.
         const auto fitting = [&](int blocks, int tokens) {
-            return std::min(GROUPED_MOST_STAGES, ((shared + 1024) / blocks - 1024 - grouped_bytes<Shape>({0, tokens})) / Shape::stage_bytes(tokens));
+            return std::min(Shape::MOST_STAGES, ((shared + 1024) / blocks - 1024 - grouped_bytes<Shape>({0, tokens})) / Shape::stage_bytes(tokens));
         };
         GroupedRoom room = {};
         for (int blocks = Shape::BLOCKS; blocks >= 1 && room.stages < 2; blocks--) {
@@ -196,6 +228,20 @@ template <class Shape> int launch_grouped(const ExpertdExpertsParams& p, cudaStr
         if (code != cudaSuccess) return code;
     }
     return cudaSuccess;
+}
+
+// bf16 has one shape.
+template <class Format> int setup_grouped() {
+    bool fits = grouped_fitting<GroupedUsual<Format>>().blocks > 0;
+    if constexpr (Format::ROW_SCALES) fits = fits && grouped_fitting<GroupedSmall<Format>>().blocks > 0;
+    return fits ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+template <class Format> int launch_grouped_format(const ExpertdExpertsParams& p, cudaStream_t stream) {
+    if constexpr (Format::ROW_SCALES) {
+        if (p.tile_tokens > 0 && p.tile_tokens <= GroupedSmall<Format>::TOKENS) return launch_grouped<GroupedSmall<Format>>(p, stream);
+    }
+    return launch_grouped<GroupedUsual<Format>>(p, stream);
 }
 
 } // namespace expertd

@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedBf16>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedBf16>>));
 }
 
-int setup_bf16() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_bf16() { return setup_grouped<GroupedBf16>(); }
+int launch_bf16(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedBf16>(p, stream); }
 
 } // namespace expertd

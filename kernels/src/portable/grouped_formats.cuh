@@ -1,7 +1,7 @@
 // What differs between formats in the grouped product: the bytes of a unit in a stage, and how a lane gets its fragments of weights.
 //
-// A stage holds 64 k: one panel of bf16, or half of the elements of units, then all their scales. Weights are mma's A, so the fragments of units
-// are those that experts_layout.cuh describes.
+// A stage holds 64 k: one panel of bf16, or half of the elements of units, then all their scales. Weights are mma's B, so the fragments of eight
+// rows of a unit are half of those that experts_layout.cuh describes.
 #pragma once
 
 #include "../experts_formats.cuh"
@@ -24,11 +24,11 @@ struct GroupedBf16 {
         uint32_t at;
         __device__ __forceinline__ void load(uint32_t units, uint32_t, int) {
             const int lane = threadIdx.x % 32;
-            at = units + lane % 16 * PANEL_ROW_BYTES + ((lane / 16 ^ lane % 8) * 16);
+            at = units + (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES + ((lane / 8 % 2 ^ lane % 8) * 16);
         }
         __device__ __forceinline__ void fragment(int step, int u, uint32_t (&a)[4]) {
             const uint4 of = load_matrices((at ^ (step * 32)) + u * UNIT_BYTES);
-            a[0] = of.x, a[1] = of.y, a[2] = of.z, a[3] = of.w;
+            a[0] = of.x, a[2] = of.y, a[1] = of.z, a[3] = of.w;
         }
     };
 };

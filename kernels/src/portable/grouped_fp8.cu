@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedFp8>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedFp8>>));
 }
 
-int setup_fp8() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_fp8() { return setup_grouped<GroupedFp8>(); }
+int launch_fp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedFp8>(p, stream); }
 
 } // namespace expertd

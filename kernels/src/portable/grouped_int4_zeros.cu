@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedInt4Zeros>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedInt4Zeros>>));
 }
 
-int setup_int4_zeros() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_int4_zeros(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_int4_zeros() { return setup_grouped<GroupedInt4Zeros>(); }
+int launch_int4_zeros(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedInt4Zeros>(p, stream); }
 
 } // namespace expertd

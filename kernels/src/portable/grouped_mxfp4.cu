@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedMxfp4>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedMxfp4>>));
 }
 
-int setup_mxfp4() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_mxfp4() { return setup_grouped<GroupedMxfp4>(); }
+int launch_mxfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedMxfp4>(p, stream); }
 
 } // namespace expertd

@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedMxfp8>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedMxfp8>>));
 }
 
-int setup_mxfp8() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_mxfp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_mxfp8() { return setup_grouped<GroupedMxfp8>(); }
+int launch_mxfp8(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedMxfp8>(p, stream); }
 
 } // namespace expertd

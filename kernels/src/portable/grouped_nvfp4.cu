@@ -3,11 +3,10 @@
 namespace expertd {
 
 namespace {
-using Shape = GroupedUsual<GroupedNvfp4>;
-const Module module(reinterpret_cast<const void*>(portable_grouped<Shape>));
+const Module module(reinterpret_cast<const void*>(portable_grouped<GroupedUsual<GroupedNvfp4>>));
 }
 
-int setup_nvfp4() { return grouped_fitting<Shape>().blocks > 0 ? cudaSuccess : cudaErrorInvalidConfiguration; }
-int launch_nvfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped<Shape>(p, stream); }
+int setup_nvfp4() { return setup_grouped<GroupedNvfp4>(); }
+int launch_nvfp4(const ExpertdExpertsParams& p, cudaStream_t stream) { return launch_grouped_format<GroupedNvfp4>(p, stream); }
 
 } // namespace expertd

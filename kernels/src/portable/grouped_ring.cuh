@@ -9,17 +9,20 @@
 
 namespace expertd {
 
-// A tile's division among the warps of a block. A warp has UNITS units of 16 weight rows and up to COLUMNS times 8 tokens, a multiple of STEP.
-template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int COLUMNS_, int STEP_, int BLOCKS_ = 1> struct GroupedShape {
+constexpr int GROUPED_MOST_STAGES = 8;
+
+// A tile's division among the warps of a block. A warp has UNITS units of 16 weight rows and up to PAIRS times 16 tokens.
+template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int PAIRS_, int BLOCKS_ = 1> struct GroupedShape {
     using Format = F;
-    static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, UNITS = UNITS_, COLUMNS = COLUMNS_, STEP = STEP_;
+    static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, UNITS = UNITS_, PAIRS = PAIRS_;
     static constexpr int BLOCKS = BLOCKS_; // of a multiprocessor, if they fit
     // Whether the copies of a stage are issued while the second half of another one is multiplied. Either this, or a stage less that is
     // brought ahead, saves warps from waiting for the slowest one after each stage.
     static constexpr bool LATE_COPIES = !Format::ROW_SCALES;
+    static constexpr int MOST_STAGES = BLOCKS > 1 ? GROUPED_MOST_STAGES : 4;
     static constexpr int THREADS = 32 * ROW_WARPS * TOKEN_WARPS;
     static constexpr int TILE_UNITS = ROW_WARPS * UNITS, ROWS = TILE_UNITS * UNIT_ROWS;
-    static constexpr int TOKENS = TOKEN_WARPS * COLUMNS * 8;                // most tokens of a tile,
+    static constexpr int TOKENS = TOKEN_WARPS * PAIRS * 16;                 // most tokens of a tile,
     static constexpr int FEWER_TOKENS = 128 < TOKENS ? 128 : TOKENS;        // and where shared memory is small
     static constexpr int SCALES_AT = TILE_UNITS * Format::ELEMENT_BYTES;              // place of the scales in a stage,
     static constexpr int TOKENS_AT = SCALES_AT + TILE_UNITS * Format::SCALE_BYTES;    // and of the tokens
@@ -30,10 +33,9 @@ template <class F, int ROW_WARPS_, int TOKEN_WARPS_, int UNITS_, int COLUMNS_, i
     static constexpr int TOKEN_STEP = THREADS / 8, TOKEN_COPIES = (TOKENS + TOKEN_STEP - 1) / TOKEN_STEP;
     static constexpr int COPIES = ELEMENT_COPIES + SCALE_COPIES + TOKEN_COPIES;
     static_assert(ELEMENT_COPIES * THREADS * 16 == SCALES_AT && THREADS * 16 % Format::ELEMENT_BYTES == 0 && SCALE_COPIES <= 1);
-    static_assert(2 * stage_bytes(FEWER_TOKENS) <= 96 * 1024 && TOKENS_AT % 128 == 0 && COLUMNS % STEP == 0);
+    static_assert(2 * stage_bytes(FEWER_TOKENS) <= 96 * 1024 && TOKENS_AT % 128 == 0 && TOKEN_WARPS <= 2);
 };
 
-constexpr int GROUPED_MOST_STAGES = 4;
 constexpr int GROUPED_DRAWS = 16; // remembered draws of a block: more tiles than its warps and copies are apart
 // The word in ExpertdExpertsParams::state from which blocks draw the tiles of a phase. A launch of the other phase sets it to zero.
 __device__ __forceinline__ uint32_t* drawn_tiles(const ExpertdExpertsParams& p, int phase) { return p.state + 8 + phase * 8; }
@@ -77,15 +79,20 @@ struct GroupedPhase {
     }
 };
 
-// Stores tile `id` of `all` as the block's `index`th. One warp calls it.
+// A tile's time: that of its products, and of what does not depend on its tokens.
+constexpr int TILE_WORK = 64; // in tokens
+__device__ __forceinline__ int work_of(const GroupedTile& tile) { return tile.tokens == 0 ? 0 : tile.tokens + TILE_WORK; }
+
+// Stores tile `id` of `all` as the block's `index`th, and returns its work. One warp calls it.
 template <class Shape>
-__device__ __forceinline__ void store_draw(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedPhase& of, int all, int index, int id) {
-    constexpr int STEP = 8 * Shape::STEP * Shape::TOKEN_WARPS;
+__device__ __forceinline__ int store_draw(const ExpertdExpertsParams& p, GroupedShared& shared, const GroupedPhase& of, int all, int index, int id) {
     GroupedTile tile = {};
-    if (id < all) tile = find_tile<Shape::ROWS, Shape::TOKENS, Shape::FEWER_TOKENS, STEP>(p, shared.tables, of.strips, of.tokens, id);
-    if (threadIdx.x % 32 != 0) return;
-    shared.tiles[index % GROUPED_DRAWS] = tile;
-    barrier_arrive(&shared.drawn[index % GROUPED_DRAWS]);
+    if (id < all) tile = find_tile<Shape::ROWS, Shape::TOKENS, Shape::FEWER_TOKENS>(p, shared.tables, of.strips, of.tokens, id);
+    if (threadIdx.x % 32 == 0) {
+        shared.tiles[index % GROUPED_DRAWS] = tile;
+        barrier_arrive(&shared.drawn[index % GROUPED_DRAWS]);
+    }
+    return work_of(tile);
 }
 __device__ __forceinline__ GroupedTile drawn_tile(GroupedShared& shared, int index) {
     barrier_wait(&shared.drawn[index % GROUPED_DRAWS], index / GROUPED_DRAWS % 2);

@@ -11,6 +11,7 @@ struct GroupedTables {
     int32_t end[EXPERTD_MAX_EXPERTS];                  // assignments up to and with expert e
     uint16_t tile[EXPERTD_MAX_EXPERTS / GROUP];        // token tiles before a group of experts
 };
+constexpr int TOKEN_STEP = 16;            // mma's M
 constexpr int GROUPED_MOST_TILES = 65535; // token tiles of all experts together
 
 struct alignas(16) GroupedTile {
@@ -67,9 +68,9 @@ __device__ __forceinline__ int quotient(int a, int b) {
 }
 
 // Finds tile `id` of those with `strips` strips of ROWS weight rows per token tile. Tiles that run at the same time share rows in L2: strips
-// change slowest within TOKEN_TILE_GROUP token tiles of an expert. Tiles but the last one of an expert have a multiple of STEP tokens and at
-// most `most`, which is one of MOST and LESS. All lanes must call it.
-template <int ROWS, int MOST, int LESS, int STEP>
+// change slowest within TOKEN_TILE_GROUP token tiles of an expert. Tiles but the last one of an expert have a multiple of TOKEN_STEP tokens and
+// at most `most`, which is one of MOST and LESS. All lanes must call it.
+template <int ROWS, int MOST, int LESS>
 __device__ __forceinline__ GroupedTile find_tile(const ExpertdExpertsParams& p, const GroupedTables& tables, int strips, int most, int id) {
     const int place = quotient(id, strips), at = id - place * strips;
     const auto tiles_of = [&](int count) { return most == MOST ? divide_up(count, MOST) : divide_up(count, LESS); };
@@ -80,7 +81,7 @@ __device__ __forceinline__ GroupedTile find_tile(const ExpertdExpertsParams& p, 
         low += here;
         if (here < 32) break;
     }
-    int before = tables.tile[low], expert = low * GroupedTables::GROUP, begin = expert == 0 ? 0 : tables.end[expert - 1];
+    int before = tables.tile[low], expert = low * GroupedTables::GROUP, begin = expert == 0 ? __ldcg(p.expert_offsets) : tables.end[expert - 1];
     int count = tables.end[expert] - begin, token_tiles = tiles_of(count);
     while (before + token_tiles <= place) {
         before += token_tiles, begin += count, expert++;
@@ -89,7 +90,7 @@ __device__ __forceinline__ GroupedTile find_tile(const ExpertdExpertsParams& p, 
     const int group = (place - before) / TOKEN_TILE_GROUP, width = min(TOKEN_TILE_GROUP, token_tiles - group * TOKEN_TILE_GROUP);
     const int in_group = (place - before - group * TOKEN_TILE_GROUP) * strips + at, strip = quotient(in_group, width);
     const int token_tile = group * TOKEN_TILE_GROUP + in_group - strip * width;
-    const int size = divide_up(quotient(count + token_tiles - 1, token_tiles), STEP) * STEP;
+    const int size = divide_up(quotient(count + token_tiles - 1, token_tiles), TOKEN_STEP) * TOKEN_STEP;
     return {expert, begin + token_tile * size, min(size, count - token_tile * size), strip * ROWS};
 }
 

@@ -26,6 +26,7 @@ PEERS = {
     "triton_kernels": ("triton_kernels_layer", ["mxfp4"]),
     "humming": ("humming_layer", ["int4", "int4_g128"]),
     "marlin": ("marlin_layer", ["int4", "int4_g128", "mxfp4"]),
+    "flashinfer": ("flashinfer_cutlass_layer", ["bf16", "mxfp4"]),
 }
 
 # What one H200 reaches: bytes/s read, and operations/s of bf16 and FP8 products (docs/measurements/gpu-experts.md).

@@ -97,6 +97,8 @@ pub struct StepLoop {
     /// Number of rows of suspects that are not in a step.
     suspect_tokens: usize,
     in_flight: VecDeque<Step>,
+    /// When the last step was done, and how long it took from its forming on.
+    last_done: (Time, Duration),
     /// The generation that forms, runs, or whose ranks are being ended.
     group: Option<GroupLife>,
     /// Set while ranks are being ended. Steps in flight then have no answer yet, and may still get one.
@@ -145,6 +147,7 @@ impl StepLoop {
             suspects: BTreeSet::new(),
             suspect_tokens: 0,
             in_flight: VecDeque::new(),
+            last_done: (Time(0), Duration::ZERO),
             group: None,
             leaving: None,
             last_generation: 0,

@@ -11,8 +11,8 @@ use super::stored::Stored;
 use crate::Outcome;
 use crate::random::Random;
 
-/// Words of the state in which the portable products count drawn tiles.
-const DRAWN_TILES: [usize; 2] = [8, 16];
+/// Words of the state in which the portable products count drawn tiles, by phase.
+pub const DRAWN_TILES: [usize; 2] = [8, 16];
 
 /// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
 pub const FEW_ROWS: [i32; 2] = [-1, 0];
@@ -238,8 +238,13 @@ impl Launch {
         tiles: [i32; 2],
     ) -> Result<Launch, Box<dyn std::error::Error>> {
         const BEHIND: usize = 64;
-        let (flags, [tile_rows, tile_tokens]) =
-            if tiles == FEW_ROWS { (experts::FEW_ROWS, [0, 0]) } else { (0, tiles) };
+        let many = case.format == experts::W4A8
+            && matches!(tiles[0], experts::TILE_TOKEN_ROWS | experts::TILE_TOKEN_PAIRS);
+        let (flags, [tile_rows, tile_tokens]) = match tiles {
+            FEW_ROWS => (experts::FEW_ROWS, [0, 0]),
+            _ if many => (experts::MANY_ROWS, tiles),
+            _ => (0, tiles),
+        };
         let (hidden, inter) = (case.hidden, case.inter);
         let (total, count) = (step.index.len(), step.counts.len());
         let mut offsets = vec![0_i32];

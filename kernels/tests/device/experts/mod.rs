@@ -174,13 +174,17 @@ fn relative_error(wanted: &[f64], undecided: &[Vec<f64>], found: &[bf16]) -> Res
 
 /// The kernels of a format with the tiles that the device chooses.
 fn kernels(format: i32) -> &'static [[i32; 2]] {
-    if format == experts::W4A8 { &[[0, 0]] } else { &[[0, 0], FEW_ROWS] }
+    match KernelPath::chosen() {
+        KernelPath::Hopper if format == experts::W4A8 => &[[0, 0], [experts::TILE_TOKEN_PAIRS, 0]],
+        KernelPath::Hopper => &[[0, 0], FEW_ROWS],
+        KernelPath::Portable => &[[0, 0], [0, 48], FEW_ROWS],
+    }
 }
 
 /// Every tile shape of the format, `[tile_rows, tile_tokens]`, and the kernel for few rows.
 fn shapes(case: &Case) -> Vec<[i32; 2]> {
     if KernelPath::chosen() == KernelPath::Portable {
-        return vec![[0, 0], FEW_ROWS];
+        return kernels(case.format).to_vec();
     }
     let mut shapes = vec![[0, 0], [16, 32], [64, 64], [128, 128], [256, 128]];
     if case.format == experts::W8A8 {
@@ -190,7 +194,8 @@ fn shapes(case: &Case) -> Vec<[i32; 2]> {
         }
     }
     if case.format == experts::W4A8 {
-        return vec![[0, 0], [0, 32], [0, 64], [experts::TILE_TALL, 128]];
+        let many = [[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]];
+        return [&[[0, 0], [0, 32], [0, 64], [experts::TILE_TALL, 128]], &many[..]].concat();
     }
     if case.format == experts::BF16 {
         shapes.extend([[experts::TILE_TALL, 128], [experts::TILE_TURNS, 32], [experts::TILE_TURNS, 128]]);

@@ -3,9 +3,10 @@
 
 use expertd_kernels::device::Device;
 use expertd_kernels::experts;
+use expertd_kernels::path::KernelPath;
 use half::bf16;
 
-use super::launch::{Step, load};
+use super::launch::{DRAWN_TILES, Launch, Step, load};
 use super::mlp::{Case, Expert};
 use super::{PLAIN, begin, compare, compare_row, expected, expected_of, in_parallel, kernels, tolerance};
 use crate::random::Random;
@@ -118,6 +119,68 @@ pub fn skew(options: &Options) -> Outcome {
             );
         }
         println!("skew: format {format}: largest error {worst:.1e}");
+        if KernelPath::chosen() == KernelPath::Portable {
+            drawn(&device, &mut random, format)?;
+            behind_others(&device, &mut random, format)?;
+        }
+    }
+    Ok(())
+}
+
+/// Skewed counts on few blocks, which draw most of their tiles. Rows on one expert and on all take about the same number of tiles.
+fn drawn(device: &Device, random: &mut Random, format: i32) -> Outcome {
+    // The last strip of both matrices is not full. More panels than copies are ahead, and fewer.
+    for (hidden, inter) in [(448, 320), (320, 64)] {
+        let case = Case { format, hidden, inter, biases: true, ..PLAIN };
+        let all: Vec<Expert> = (0..8).map(|_| case.draw(random)).collect();
+        let loaded = load(device, &case, &all)?;
+        let mut worst = 0.0_f64;
+        for counts in
+            [[0, 700, 1, 0, 45, 333, 16, 2], [1200, 0, 0, 0, 0, 0, 0, 9], [1, 1, 1, 1, 1, 1, 1, 900]]
+        {
+            let step = Step::draw(random, hidden, &counts);
+            let wanted = expected(&case, &all, &step);
+            // Most tokens of a tile, and tiles with which a block begins at most. Strips have 256 weight rows.
+            for (tiles, most, begun) in [([0, 0], 160, 5), ([0, 48], 48, 8)] {
+                let token_tiles: usize = counts.iter().map(|count| count.div_ceil(most)).sum();
+                let least = token_tiles * hidden.div_ceil(256);
+                for blocks in [1, 2, 3].into_iter().filter(|_| format != experts::BF16 || tiles == [0, 0]) {
+                    let mut launch = Launch::new(device, &step, &case, &loaded, tiles)?;
+                    launch.params.blocks = blocks;
+                    let found = compare(&wanted, &launch.run()?, tolerance(format)).map_err(|error| {
+                        format!("drawn: format {format}, {counts:?}, {tiles:?}, {blocks} blocks: {error}")
+                    })?;
+                    worst = worst.max(found);
+                    let drawn = launch.state.read()?[DRAWN_TILES[1]] as usize;
+                    if drawn + begun * (blocks as usize) < least {
+                        return Err(format!("drawn: {blocks} blocks drew {drawn} of {least} tiles").into());
+                    }
+                }
+            }
+        }
+        println!("drawn: format {format}, {hidden} x {inter}: largest error {worst:.1e}");
+    }
+    Ok(())
+}
+
+/// Experts behind others in a list of assignments, as copies of experts are: their offsets do not begin at 0.
+fn behind_others(device: &Device, random: &mut Random, format: i32) -> Outcome {
+    const COUNTS: [usize; 4] = [5, 200, 0, 17];
+    let case = Case { format, hidden: 192, inter: 128, ..PLAIN };
+    let all: Vec<Expert> = (0..COUNTS.len()).map(|_| case.draw(random)).collect();
+    let loaded = load(device, &case, &all[1..])?;
+    let step = Step::draw(random, case.hidden, &COUNTS);
+    let assignments: Vec<usize> = (COUNTS[0]..step.index.len()).collect();
+    let wanted = expected_of(&case, &all, &step, &assignments);
+    for &tiles in kernels(format) {
+        let mut launch = Launch::new(device, &step, &case, &loaded, tiles)?;
+        launch.params.expert_offsets += size_of::<i32>() as u64;
+        launch.params.experts -= 1;
+        let y = launch.run()?;
+        for (&assignment, wanted) in assignments.iter().zip(&wanted) {
+            compare_row(assignment, wanted, &y, tolerance(format))
+                .map_err(|error| format!("behind others: format {format}, tiles {tiles:?}: {error}"))?;
+        }
     }
     Ok(())
 }

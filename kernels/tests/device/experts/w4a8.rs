@@ -4,9 +4,9 @@ use expertd_kernels::device::Device;
 use expertd_kernels::experts;
 use half::bf16;
 
-use super::PLAIN;
 use super::launch::{Step, load};
 use super::mlp::Case;
+use super::{PLAIN, kernels};
 use crate::Outcome;
 use crate::random::Random;
 
@@ -44,10 +44,16 @@ pub fn codes(device: &Device, random: &mut Random) -> Outcome {
             exponents[at / 32] = top.saturating_sub(shift) as u8;
         }
         let loaded = load(device, &case, &[expert.clone()])?;
-        let mut step = Step::draw(random, hidden, &[75]);
+        let mut step = Step::draw(random, hidden, &[130]);
         step.x.fill(bf16::ONE);
-        let y = step.run(device, &case, &loaded, [0, 0])?;
-        for (assignment, y) in y.chunks(hidden).enumerate() {
+        let mut outputs = Vec::new();
+        for &tiles in kernels(case.format) {
+            outputs.push(step.run(device, &case, &loaded, tiles)?);
+        }
+        if outputs.iter().any(|y| *y != outputs[0]) {
+            return Err(format!("W4A8, largest exponent {top}: the kernels differ").into());
+        }
+        for (assignment, y) in outputs[0].chunks(hidden).enumerate().step_by(3) {
             let (x, weight) = (step.row(assignment, hidden), step.weights[assignment]);
             let (wanted, _) = case.reference(&expert, &x, weight);
             let is_close = |(found, want): (&bf16, &f64)| {
@@ -67,9 +73,12 @@ pub fn codes(device: &Device, random: &mut Random) -> Outcome {
     let mut expert = case.draw(random);
     expert.down.exponents[5 * (inter / 32) + 3] = 255;
     let loaded = load(device, &case, &[expert])?;
-    let y = Step::draw(random, hidden, &[9]).run(device, &case, &loaded, [0, 0])?;
-    if y.iter().enumerate().any(|(at, value)| value.is_nan() != (at % hidden == 5)) {
-        return Err("W4A8: a NaN scale does not make its row, and no other, NaN".into());
+    let step = Step::draw(random, hidden, &[90]);
+    for &tiles in kernels(case.format) {
+        let y = step.run(device, &case, &loaded, tiles)?;
+        if y.iter().enumerate().any(|(at, value)| value.is_nan() != (at % hidden == 5)) {
+            return Err("W4A8: a NaN scale does not make its row, and no other, NaN".into());
+        }
     }
     println!("experts format {}: every code at {SHIFTS} distances, NaN: good", case.format);
     Ok(())

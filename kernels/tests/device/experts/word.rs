@@ -58,8 +58,11 @@ pub fn check(options: &Options) -> Outcome {
         // 256: the two blocks of a pair share the segments, or with W8A8 their weights.
         let pairs =
             if matches!(format, experts::BF16 | experts::W8A8) { experts::TILE_TOKEN_PAIRS } else { 256 };
-        let shapes: &[[i32; 2]] =
-            if format == experts::W4A8 { &[[0, 0]] } else { &[[0, 0], [256, 0], [pairs, 0], FEW_ROWS] };
+        let shapes: &[[i32; 2]] = if format == experts::W4A8 {
+            &[[0, 0], [experts::TILE_TOKEN_PAIRS, 0]]
+        } else {
+            &[[0, 0], [256, 0], [pairs, 0], FEW_ROWS]
+        };
         for &tiles in shapes {
             check_case(&device, &mut random, &case, tiles, launches)?;
         }

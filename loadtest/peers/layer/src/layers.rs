@@ -339,13 +339,15 @@ impl Layers {
         };
         // As in the service, launches cover the next power of two.
         let covered = self.rows.next_power_of_two().min(about.max_tokens);
-        let few_rows = self.format.has_few_rows(&ExpertsLoad {
+        let load = ExpertsLoad {
             assignments: u64::from(covered) * u64::from(about.top_k),
             experts: about.experts as usize,
             local_experts: about.experts as usize,
             expert_bytes: self.format.expert_bytes(hidden, width, about.gpt_oss != 0),
             multiprocessors: self.multiprocessors,
-        });
+            kernels: KernelPath::chosen(),
+        };
+        let few_rows = self.format.has_few_rows(&load);
         let fp8 = self.format == DeviceFormat::W8a8 && about.rows_by_experts == 0 && !few_rows;
         let dispatch = DispatchParams { tokens, fp8_rows: u32::from(fp8), ..self.slot.dispatch(group) };
         let routed = ExpertsParams {
@@ -371,6 +373,7 @@ impl Layers {
             inter: about.width as i32,
             activation: if about.gpt_oss == 0 { experts::SWIGLU } else { experts::SWIGLU_OAI },
             alpha: 1.702,
+            tile_tokens: self.format.tile_tokens(&load),
             limit: 7.0,
             format: self.format.code(),
             flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },

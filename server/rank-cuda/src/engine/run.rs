@@ -86,8 +86,7 @@ impl CudaEngine {
         let is_alone = self.running.is_empty();
         engines.inward_unchanged(slot, &rows, is_alone, &self.stream)?;
         let arrived = engines.arrived(slot);
-        let cuts = self.tier_of(layer).is_none();
-        if !is_alone || step.tokens < self.cut.from || self.aligned || !cuts {
+        if !is_alone || step.tokens < self.cut.from || self.aligned || half != Half::Whole {
             arrived.wait_event(&self.stream)?;
             self.launch_kernels(step, layer, variant, half, None)?;
             if half == Half::Whole {

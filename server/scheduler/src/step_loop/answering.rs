@@ -30,6 +30,7 @@ impl StepLoop {
             self.trial = None;
         }
         self.throughput.add(done.tokens, done.formed, now);
+        self.last_done = (now, now.since(done.formed));
         let mut last = None;
         for range in &done.rows {
             let Some(request) = self.requests.get_mut(&range.key) else { continue };

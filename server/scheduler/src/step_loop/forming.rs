@@ -39,9 +39,15 @@ impl StepLoop {
             return None;
         }
         let oldest = |kind| self.queue.oldest(kind).and_then(|key| self.requests.get(&key));
-        let due =
-            self.queue.kinds().filter_map(oldest).map(|request| request.admitted + self.config.max_wait);
+        let due = self.queue.kinds().filter_map(oldest).map(|request| self.due(request));
         due.filter(|due| *due > now).min()
+    }
+
+    /// Time at which a request has waited long enough for others to join its step: `max_wait` after its admission, or after the end of
+    /// the step that was under way then, because callers of that step may come back and join it.
+    fn due(&self, request: &Request) -> Time {
+        let (done, took) = self.last_done;
+        request.admitted.max(done.min(request.admitted + took)) + self.config.max_wait
     }
 
     /// Whether a step of waiting requests could be formed now.
@@ -76,7 +82,7 @@ impl StepLoop {
                 || full(kind)
                 || self.queue.oldest(*kind).and_then(|key| self.requests.get(&key)).is_some_and(
                     // Requests that lost a step have already waited.
-                    |oldest| oldest.lost_steps > 0 || now >= oldest.admitted + self.config.max_wait,
+                    |oldest| oldest.lost_steps > 0 || now >= self.due(oldest),
                 )
         };
         let is_aged = self.steps_since_aged + 1 >= AGED_STEP_INTERVAL;

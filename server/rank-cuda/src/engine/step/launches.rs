@@ -10,6 +10,7 @@ use expertd_kernels::params::{
     CombineParams, CopyInParams, CopyOutParams, DispatchParams, GateParams, Group, SharedParams, SlotState,
     TierParams, fp8_row_bytes,
 };
+use expertd_kernels::path::KernelPath;
 
 use super::{Buffers, SlotSet, StagedAddresses};
 use crate::engine::counts::DeviceCounts;
@@ -20,6 +21,7 @@ use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::activation_code;
 use crate::few_rows::ExpertsLoad;
+use crate::format::DeviceFormat;
 use expertd_model::Activation;
 
 /// Blocks of the kernel that lists the rows of shared experts.
@@ -321,7 +323,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(spec.activation, format.has_few_rows(&self.routed_load()))
+            ..self.mlp(spec.activation, format, &self.routed_load())
         }
     }
 
@@ -354,6 +356,7 @@ impl Phases<'_> {
             local_experts: 1,
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
             multiprocessors: step.multiprocessors,
+            kernels: KernelPath::chosen(),
         };
         let power_of_two_scales = spec.is_some_and(|s| s.power_of_two_scales);
         // In a group of one rank, rows are already in FP8 if its routed experts take FP8 rows.
@@ -375,7 +378,7 @@ impl Phases<'_> {
             format: format.code(),
             x_format,
             x_stride,
-            ..self.mlp(activation, format.has_few_rows(&load))
+            ..self.mlp(activation, format, &load)
         };
         // SAFETY: the caller keeps all addresses live.
         unsafe {
@@ -457,6 +460,7 @@ impl Phases<'_> {
             local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
             multiprocessors: step.multiprocessors,
+            kernels: KernelPath::chosen(),
         }
     }
 
@@ -477,7 +481,7 @@ impl Phases<'_> {
     }
 
     /// The parameters that routed and shared experts have in common.
-    fn mlp(&self, activation: Activation, few_rows: bool) -> ExpertsParams {
+    fn mlp(&self, activation: Activation, format: DeviceFormat, load: &ExpertsLoad) -> ExpertsParams {
         let Phases { step, buffers, shape, .. } = self;
         let (activation, alpha, limit) = activation_code(activation);
         let state = step.slot.kernels.state.address();
@@ -496,7 +500,8 @@ impl Phases<'_> {
             activation,
             alpha,
             limit,
-            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
+            tile_tokens: format.tile_tokens(load),
+            flags: experts::PROGRAMMATIC | format.kernel_flags(load),
             ..ExpertsParams::default()
         }
     }

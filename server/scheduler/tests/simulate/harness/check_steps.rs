@@ -105,13 +105,20 @@ impl World {
             in_flight.iter().all(|(other, _)| !other.is_alone),
             "step {id} is launched while a step that must be alone is in flight"
         );
+        let waiting: usize = self.kind_waiting(step.kind).map(Caller::waiting_tokens).sum();
+        let is_full = waiting + self.dropped_tokens >= config.max_tokens_per_step;
         if let Some((_, false)) = in_flight.back() {
-            let waiting: usize = self.kind_waiting(step.kind).map(Caller::waiting_tokens).sum();
-            ensure!(
-                waiting + self.dropped_tokens >= config.max_tokens_per_step,
-                "step {id} forms with {waiting} rows while an experts phase runs"
-            );
+            ensure!(is_full, "step {id} forms with {waiting} rows while an experts phase runs");
         }
+        let is_ripe = |caller: &Caller| caller.lost > 0 || self.asked.get() >= self.ripe_at(caller);
+        ensure!(
+            step.is_alone
+                || is_full
+                || self.dropped_tokens > 0
+                || self.drain.is_some()
+                || self.kind_waiting(step.kind).any(is_ripe),
+            "step {id} of {waiting} rows forms before others have had time to join it"
+        );
         self.examined = (!step.is_alone).then_some((id, taken.len()));
         Ok(())
     }
@@ -221,6 +228,14 @@ impl World {
         Ok(())
     }
 
+    /// Time from which on a request need not wait for others: `max_wait` after its admission, or after the step that was in flight then.
+    fn ripe_at(&self, caller: &Caller) -> Time {
+        let (done, took) = self.told.last_done;
+        let was_in_flight = done.since(caller.admitted) <= took;
+        let from = if was_in_flight { caller.admitted.max(done) } else { caller.admitted + took };
+        from + self.schedule.config.max_wait
+    }
+
     /// Checks that the thread does not sleep past a time at which something is due.
     pub(super) fn check_sleep(&self, steps: &StepLoop, until: Time) -> Result<(), String> {
         if self.inbox.has_mail() {
@@ -237,7 +252,7 @@ impl World {
         if self.told.serving.is_some() && can_form && !self.told.is_replaced {
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
                 if caller.is_received && waits(steps, caller) && caller.lost == 0 {
-                    due = due.min(caller.admitted + config.max_wait);
+                    due = due.min(self.ripe_at(caller));
                 }
             }
         }
@@ -267,7 +282,7 @@ impl World {
             }
             let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
             *tokens += caller.waiting_tokens();
-            *is_ripe |= now >= caller.admitted + config.max_wait;
+            *is_ripe |= now >= self.ripe_at(caller);
         }
         let is_draining = self.drain.is_some() && !self.inbox.has_mail();
         let (may_form, may_form_full) = match in_flight.back() {
@@ -348,6 +363,7 @@ impl World {
         let at = at.filter(|at| *at == 0 || self.told.leaving.is_some());
         let Some((done, _)) = at.and_then(|at| self.told.in_flight.remove(at)) else { return };
         self.told.steps_done += 1;
+        self.told.last_done = (self.now, self.now.since(done.formed));
         self.told.fruitless = 0;
         self.verdicts.remove(&done.kind.layer);
         for range in done.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {
