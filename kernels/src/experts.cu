@@ -63,7 +63,9 @@ extern "C" int expertd_experts_setup(void) {
 
 extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream) {
     if (!expertd::valid(*params)) return cudaErrorInvalidValue;
-    if (params->flags & EXPERTD_LAUNCH_FEW_ROWS) return expertd::launch_few(*params, static_cast<cudaStream_t>(stream));
-    if (params->flags & EXPERTD_LAUNCH_MANY_ROWS) return expertd::launch_w4a8_rows(*params, static_cast<cudaStream_t>(stream));
-    return expertd::ENTRIES[params->format].launch(*params, static_cast<cudaStream_t>(stream));
+    const auto on = static_cast<cudaStream_t>(stream);
+    const bool by_counts = (params->flags & EXPERTD_LAUNCH_BY_COUNTS) != 0 && expertd::one_of(params->format, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP4);
+    if ((params->flags & EXPERTD_LAUNCH_FEW_ROWS) != 0 && !by_counts) return expertd::launch_few(*params, on);
+    if (params->flags & EXPERTD_LAUNCH_MANY_ROWS) return expertd::launch_w4a8_rows(*params, on);
+    return expertd::ENTRIES[params->format].launch(*params, on);
 }

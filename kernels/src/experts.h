@@ -73,7 +73,10 @@ enum ExpertdLaunchFlags {
     EXPERTD_LAUNCH_FEW_ROWS = 4,
     /* W4A8: a kernel for experts with many rows each, with the same results. tile_rows is 0, EXPERTD_TILE_TOKEN_ROWS or _PAIRS, and
      * tile_tokens does not matter. */
-    EXPERTD_LAUNCH_MANY_ROWS = 8
+    EXPERTD_LAUNCH_MANY_ROWS = 8,
+    /* Formats with weights of 4 bits and bf16 rows: the counts decide whether the launch computes as the kernel for few rows does, and the
+     * flag EXPERTD_LAUNCH_FEW_ROWS does not matter. Other formats, and the portable kernels, ignore this flag. */
+    EXPERTD_LAUNCH_BY_COUNTS = 16
 };
 
 /* One layer's weights on this rank; an array of these lives in device memory. */

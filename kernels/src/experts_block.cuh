@@ -33,7 +33,7 @@ struct Shared {
     uint64_t stage_empty[MAX_STAGES];
     uint64_t widened_full[W4a8Rows::WIDENED_BLOCKS], widened_empty[W4a8Rows::WIDENED_BLOCKS];
     uint64_t failed;         // error word at the begin of the launch, equal in both blocks of a pair
-    int32_t longest, active; // largest number of tokens of an expert; number of experts with tokens
+    Counts counts;           // without `all`
 };
 static_assert(ROW_TILE_TOKENS * sizeof(float) + sizeof(Maxima) <= sizeof(Shared::weights[0]), "both fit a slot");
 constexpr int SHARED_BYTES = Bf16::RING_BYTES + 2 * STAGING_BYTES + sizeof(Shared); // the same in all formats
@@ -41,6 +41,27 @@ static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of one block");
 
 template <int V> struct Constant {
     static constexpr int value = V;
+};
+
+// The rows of two experts, which a thread loads.
+struct TwoCounts {
+    int start[2], count[2];
+
+    __device__ __forceinline__ explicit TwoCounts(const ExpertdExpertsParams& p) {
+        for (int i = 0; i < 2; i++) {
+            const int e = 2 * threadIdx.x + i;
+            start[i] = e <= p.experts ? __ldcg(p.expert_offsets + e) : 0;
+            count[i] = e < p.experts ? __ldcg(p.expert_offsets + e + 1) - start[i] : 0;
+        }
+    }
+    // From offsets in shared memory.
+    __device__ __forceinline__ TwoCounts(const int32_t* offsets, int experts) {
+        for (int i = 0; i < 2; i++) {
+            const int e = 2 * threadIdx.x + i;
+            start[i] = e <= experts ? offsets[e] : 0;
+            count[i] = e < experts ? offsets[e + 1] - start[i] : 0;
+        }
+    }
 };
 
 // Position in a ring of `size` slots; the parity flips each round.

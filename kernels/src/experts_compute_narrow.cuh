@@ -17,9 +17,9 @@ namespace expertd {
 template <class Format, int N> constexpr int PARTS = N <= (Format::SCALED_SUMS ? 64 : 32) ? 2 : 1;
 
 // Largest number of tokens with which a set of fragments is a whole k block.
-constexpr int FEW_TOKENS = 32;
+constexpr int WHOLE_SET_TOKENS = 32;
 // Number of steps of 16 k in a set: fewer if accumulators leave few registers.
-template <class Format, int N> constexpr int SET_STEPS = N <= FEW_TOKENS ? 8 : Format::SCALED_SUMS && N > 64 ? 2 : 4;
+template <class Format, int N> constexpr int SET_STEPS = N <= WHOLE_SET_TOKENS ? 8 : Format::SCALED_SUMS && N > 64 ? 2 : 4;
 constexpr int BLOCK_STEPS = BLOCK_K / 16;
 
 template <class Format, int N> class NarrowSums {
@@ -292,7 +292,7 @@ template <int N, class Format>
 __device__ __forceinline__ void compute(const Block<Format>& block, const Segment& segment, int from, bool shared_segment,
                                         const Cursor& slot, Cursor& stage) {
     NarrowSums<Format, N> sums;
-    multiply_all<N>(block, segment, from, shared_segment ? 1 : 2, stage, sums, Constant<N <= FEW_TOKENS ? 1 : Format::SCALED_SUMS ? 0 : 2>{});
+    multiply_all<N>(block, segment, from, shared_segment ? 1 : 2, stage, sums, Constant<N <= WHOLE_SET_TOKENS ? 1 : Format::SCALED_SUMS ? 0 : 2>{});
     if (!shared_segment && arrives_for_warp()) barrier_arrive(&block.shared.turn[threadIdx.x / 128]);
     sums.finish();
     finish_segment<N>(block, segment, from, slot, sums.total);

@@ -19,41 +19,15 @@ template <class Format>
 __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __grid_constant__ ExpertdExpertsParams p) {
     extern __shared__ __align__(1024) unsigned char memory[];
     FewShared& shared = *reinterpret_cast<FewShared*>(memory + FewRing<Format>::BYTES);
-    const int warp = uniform(threadIdx.x / 32);
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < FEW_STREAMS; s++) {
-            for (int i = 0; i < FewRing<Format>::SLOTS; i++) barrier_init(&shared.full[s][i], 1), barrier_init(&shared.empty[s][i], WARP_ARRIVALS);
-        }
-        for (int c = 0; c < FEW_CONSUMERS; c++) {
-            for (int i = 0; i < FEW_MOST_ROW_SLOTS; i++) barrier_init(&shared.rows_full[c][i], 32), barrier_init(&shared.rows_empty[c][i], WARP_ARRIVALS);
-        }
-        barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
-        barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
-        barrier_init_fence();
-    }
+    init_few_barriers<Format>(shared);
     if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) {
         const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
     wait_for_previous_kernel();
     bool failed = p.error != nullptr && __ldcg(p.error) != 0;
-    const int tiles = make_few_tables(p, shared, failed); // its barriers also make the above visible
-    if (failed) return;
-    if (shared.tables.offset[p.experts] > p.panel_rows) {
-        if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
-        return;
-    }
-    const FewShare share = few_share<Format>(p, tiles);
-    const uint32_t ring = smem_address(memory);
-    if (warp < FEW_FINISHER) {
-        consume_few<Format>(p, shared, share, ring, warp);
-    } else if (warp < FEW_STREAM) {
-        finish_few<Format>(p, shared, share, warp - FEW_FINISHER);
-    } else if (warp < FEW_ROWS) {
-        if (threadIdx.x % 32 == 0) stream_weights<Format>(p, shared, share, ring, warp - FEW_STREAM);
-    } else {
-        bring_rows<Format>(p, shared, share, ring + FewRing<Format>::ROWS);
-    }
+    const int tiles = make_few_tables(p, TwoCounts(p), shared, failed); // its barriers also make the above visible
+    if (!failed) run_few<Format>(p, shared, memory, tiles);
 }
 
 // Blocks wait for each other's h, so all must be resident: one per SM.

@@ -16,10 +16,15 @@
 
 namespace expertd {
 
+// What all formats have in common.
+struct FewAlone {
+    static constexpr int SHARED_LIMIT = 227 * 1024; // shared memory of a block
+};
+
 // bf16. Weights are panels in wgmma's swizzle. A lane takes the 16-byte chunks q and 4 + q of its weight rows and of its token. Each chunk
 // is its k of two steps of mma: which k a step has does not matter, as long as both operands agree. A's row r is the unit's row
 // r / 2 + 4 (r % 2), so that eight lanes read from all banks of shared memory.
-struct FewBf16 {
+struct FewBf16 : FewAlone {
     static constexpr int BLOCK_PANELS = 1; // panels of 64 k in a k block
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0; // bytes of a unit's scales, if scales follow all rows of a k block
@@ -60,7 +65,7 @@ struct FewBf16 {
 };
 
 // FP8 with bf16 products, and MXFP4. Weights are in the order of mma's fragments.
-template <class Format> struct FewNarrow {
+template <class Format> struct FewNarrow : FewAlone {
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int UNIT_BYTES = Format::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
@@ -249,7 +254,7 @@ __device__ __forceinline__ uint32_t widen_2_e4m3(uint16_t codes) {
 //
 // h is bf16 in memory, because 128 of its features, which share a scale, may be computed by several blocks. It is quantised where it is
 // read, and so are rows of x that come in bf16.
-struct FewW8a8 {
+struct FewW8a8 : FewAlone {
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int UNIT_BYTES = W8a8::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = W8a8::UNIT_SCALE_BYTES;

@@ -36,7 +36,7 @@ struct FewShared {
     float4 sums[FEW_CONSUMERS][FEW_UNITS][32]; // of the segment that ended last, by residue of k blocks, unit and lane
     ExpertdLayerWeights layer;
     FewTables tables;
-    int32_t warp_tiles[FEW_THREADS / 32];
+    int32_t warp_tiles[FEW_THREADS / 32 + 1]; // the persistent kernel has one warp more
     uint64_t rows_full[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS], rows_empty[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS];
     uint64_t full[FEW_STREAMS][FEW_MOST_SLOTS], empty[FEW_STREAMS][FEW_MOST_SLOTS];
     uint64_t sums_full, sums_empty;
@@ -48,7 +48,7 @@ template <class Format> struct FewRing {
     static constexpr int SLOT_BYTES = Format::CHUNK_UNITS * (Format::UNIT_BYTES + Format::UNIT_SCALE_BYTES);
     static constexpr int ROW_SLOT_BYTES = FEW_TOKENS * Format::ROW_STRIDE;
     static constexpr int ROWS_BYTES = FEW_CONSUMERS * Format::ROW_SLOTS * ROW_SLOT_BYTES;
-    static constexpr int FITTING = (227 * 1024 - int(sizeof(FewShared)) - ROWS_BYTES) / (FEW_STREAMS * SLOT_BYTES);
+    static constexpr int FITTING = (Format::SHARED_LIMIT - int(sizeof(FewShared)) - ROWS_BYTES) / (FEW_STREAMS * SLOT_BYTES);
     static constexpr int SLOTS = FITTING < FEW_MOST_SLOTS ? FITTING : FEW_MOST_SLOTS;
     static constexpr int ROWS = FEW_STREAMS * SLOTS * SLOT_BYTES; // place of the rows
     static constexpr int BYTES = ROWS + ROWS_BYTES;
@@ -66,15 +66,13 @@ template <class Format> struct FewRing {
 
 // Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Sets
 // `failed` in all threads if any thread found it set.
-__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed) {
+__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, const TwoCounts& two, FewShared& shared, bool& failed) {
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int tiles[2];
+    const int tiles[2] = {divide_up(two.count[0], FEW_TOKENS), divide_up(two.count[1], FEW_TOKENS)};
     for (int i = 0; i < 2; i++) {
         const int e = 2 * threadIdx.x + i;
-        const int start = e <= p.experts ? __ldcg(p.expert_offsets + e) : 0;
-        tiles[i] = e < p.experts ? divide_up(__ldcg(p.expert_offsets + e + 1) - start, FEW_TOKENS) : 0;
-        if (e <= p.experts) shared.tables.offset[e] = start;
+        if (e <= p.experts) shared.tables.offset[e] = two.start[i];
     }
     int before = tiles[0] + tiles[1]; // inclusive, made exclusive below
     for (int delta = 1; delta < 32; delta *= 2) {

@@ -253,4 +253,43 @@ __device__ __forceinline__ void finish_few(const ExpertdExpertsParams& p, FewSha
     }
 }
 
+// Initialises the block's barriers. All threads call it, and a barrier of the block follows.
+template <class Format> __device__ __forceinline__ void init_few_barriers(FewShared& shared) {
+    constexpr int SLOTS = FewRing<Format>::SLOTS;
+    for (int i = threadIdx.x; i < FEW_STREAMS * SLOTS; i += blockDim.x) {
+        barrier_init(&shared.full[i / SLOTS][i % SLOTS], 1), barrier_init(&shared.empty[i / SLOTS][i % SLOTS], WARP_ARRIVALS);
+    }
+    for (int i = threadIdx.x; i < FEW_CONSUMERS * FEW_MOST_ROW_SLOTS; i += blockDim.x) {
+        barrier_init(&shared.rows_full[i / FEW_MOST_ROW_SLOTS][i % FEW_MOST_ROW_SLOTS], 32);
+        barrier_init(&shared.rows_empty[i / FEW_MOST_ROW_SLOTS][i % FEW_MOST_ROW_SLOTS], WARP_ARRIVALS);
+    }
+    if (threadIdx.x == 0) {
+        barrier_init(&shared.sums_full, FEW_CONSUMERS * WARP_ARRIVALS);
+        barrier_init(&shared.sums_empty, FEW_FINISHERS * WARP_ARRIVALS);
+    }
+    barrier_init_fence();
+}
+
+// Computes the block's share. `memory`: the ring, and behind it `shared`; `tiles`: number of all tiles. A warp beyond FEW_ROWS has nothing
+// to do.
+template <class Format>
+__device__ __forceinline__ void run_few(const ExpertdExpertsParams& p, FewShared& shared, unsigned char* memory, int tiles) {
+    if (shared.tables.offset[p.experts] > p.panel_rows) {
+        if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
+        return;
+    }
+    const FewShare share = few_share<Format>(p, tiles);
+    const uint32_t ring = smem_address(memory);
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp < FEW_FINISHER) {
+        consume_few<Format>(p, shared, share, ring, warp);
+    } else if (warp < FEW_STREAM) {
+        finish_few<Format>(p, shared, share, warp - FEW_FINISHER);
+    } else if (warp < FEW_ROWS) {
+        if (threadIdx.x % 32 == 0) stream_weights<Format>(p, shared, share, ring, warp - FEW_STREAM);
+    } else if (warp == FEW_ROWS) {
+        bring_rows<Format>(p, shared, share, ring + FewRing<Format>::ROWS);
+    }
+}
+
 } // namespace expertd

@@ -28,6 +28,7 @@
 #include "experts_compute_rows_w8a8.cuh"
 #include "experts_compute_w4a8.cuh"
 #include "experts_compute_w8a8.cuh"
+#include "experts_few_roles.cuh"
 #include "experts_launch.h"
 #include "experts_plan.cuh"
 #include "experts_producers.cuh"
@@ -204,6 +205,34 @@ __device__ __forceinline__ void consume(const Block<Format>& block) {
     }
 }
 
+// The kernel for few rows inside of the persistent one, in formats whose blocks have enough threads.
+template <class Format> struct FewInside {
+    static constexpr bool EXISTS = false;
+};
+template <class Base> struct FewOf : Base {
+    static constexpr bool EXISTS = true;
+    static constexpr int SHARED_LIMIT = FourBits::RING_BYTES + FourBits::GROUPS * STAGING_BYTES; // what is before Shared
+    static_assert(FourBits::THREADS >= FEW_THREADS);
+};
+template <> struct FewInside<Int4> : FewOf<FewInt4> {};
+template <> struct FewInside<Int4Zeros> : FewOf<FewInt4Zeros> {};
+template <> struct FewInside<Nvfp4> : FewOf<FewNvfp4> {};
+template <> struct FewInside<Mxfp4> : FewOf<FewMxfp4> {};
+
+// Computes the launch as experts_few_kernel does. It is no part of the kernel's body, whose registers it would take.
+template <class Format>
+__device__ __noinline__ void compute_as_few(const ExpertdExpertsParams& p, const Shared& shared, unsigned char* memory) {
+    using Few = FewInside<Format>;
+    FewShared& few = *reinterpret_cast<FewShared*>(memory + FewRing<Few>::BYTES);
+    init_few_barriers<Few>(few);
+    if (threadIdx.x < sizeof(few.layer) / sizeof(uint64_t)) {
+        reinterpret_cast<uint64_t*>(&few.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(&shared.layer)[threadIdx.x];
+    }
+    bool failed = p.error != nullptr && __ldcg(p.error) != 0;
+    const int tiles = make_few_tables(p, TwoCounts(shared.tables.offset, p.experts), few, failed); // its barriers also make the above visible
+    if (!failed) run_few<Few>(p, few, memory, tiles);
+}
+
 template <class Format>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     experts_kernel(const __grid_constant__ ExpertdExpertsParams p) {
@@ -212,7 +241,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     const int warp = uniform(threadIdx.x / 32);
 
     if (threadIdx.x == 0) {
-        shared.longest = shared.active = 0;
+        shared.counts = Counts{};
         shared.failed = 0;
         for (int i = 0; i < SEGMENT_SLOTS; i++) {
             barrier_init(&shared.segment_full[i], 1);
@@ -250,7 +279,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     }
     __syncwarp();
     cluster_arrive();
-    const Plan plan = make_plan<Format>(p, shared);
+    const TwoCounts two(p);
+    const Counts counts = add_counts<Format>(p, shared, two);
+    if constexpr (FewInside<Format>::EXISTS) {
+        if (few_rows_are_faster<Format>(p, counts)) {
+            compute_as_few<Format>(p, shared, memory);
+            __syncwarp();
+            cluster_wait(); // the other block may still write to this one's shared memory
+            return;
+        }
+    }
+    const Plan plan = make_plan<Format>(p, shared, two, counts);
     cluster_wait();
     if (shared.failed != 0) return;
     if (shared.tables.row[p.experts] > p.panel_rows) {

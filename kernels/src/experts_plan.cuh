@@ -5,48 +5,64 @@
 
 namespace expertd {
 
-// Computes the prefix sums over experts and the plan that follows from them. All threads must call it; each handles two experts.
+// Adds up the counts of all experts. All threads must call it.
 template <class Format>
-__device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared) {
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    int count[2];
-    // The routing weights are loaded later.
-    int32_t *const warp_tiles = reinterpret_cast<int32_t*>(shared.weights[0]), *const warp_rows = warp_tiles + Format::THREADS / 32;
-    for (int i = 0; i < 2; i++) {
-        const int e = 2 * thread + i;
-        const int start = e <= p.experts ? p.expert_offsets[e] : 0;
-        count[i] = e < p.experts ? p.expert_offsets[e + 1] - start : 0;
-        if (e <= p.experts) shared.tables.offset[e] = start;
+__device__ __forceinline__ Counts add_counts(const ExpertdExpertsParams& p, Shared& shared, const TwoCounts& two) {
+    const int(&count)[2] = two.count;
+    const int lane = threadIdx.x % 32;
+    Counts c{};
+    c.longest = __reduce_max_sync(0xffffffff, max(count[0], count[1]));
+    c.active = __popc(__ballot_sync(0xffffffff, count[0] > 0)) + __popc(__ballot_sync(0xffffffff, count[1] > 0));
+    auto tiles = [&](int tokens) { return __reduce_add_sync(0xffffffff, divide_up(count[0], tokens) + divide_up(count[1], tokens)); };
+    if constexpr (Format::FEW_TOKENS_ALONE) c.tiles_8 = tiles(8), c.tiles_64 = tiles(64), c.tiles_128 = tiles(128);
+    constexpr bool CROWDED = FP8_ROWS<Format> && Format::TOKEN_ROWS;
+    auto crowded = [&](int tokens) { return tokens > Format::MAX_TOKENS ? tokens : 0; };
+    if constexpr (CROWDED) c.crowded = __reduce_add_sync(0xffffffff, crowded(count[0]) + crowded(count[1]));
+    if (lane == 0 && c.longest > 0) {
+        atomicMax(&shared.counts.longest, c.longest), atomicAdd(&shared.counts.active, c.active);
+        if constexpr (Format::FEW_TOKENS_ALONE) {
+            atomicAdd(&shared.counts.tiles_8, c.tiles_8), atomicAdd(&shared.counts.tiles_64, c.tiles_64), atomicAdd(&shared.counts.tiles_128, c.tiles_128);
+        }
+        if constexpr (CROWDED) atomicAdd(&shared.counts.crowded, c.crowded);
     }
-    const int longest = __reduce_max_sync(0xffffffff, max(count[0], count[1]));
-    const int active = __popc(__ballot_sync(0xffffffff, count[0] > 0)) + __popc(__ballot_sync(0xffffffff, count[1] > 0));
-    if (lane == 0 && longest > 0) atomicMax(&shared.longest, longest), atomicAdd(&shared.active, active);
+    for (int i = 0; i < 2; i++) {
+        const int e = 2 * threadIdx.x + i;
+        if (e <= p.experts) shared.tables.offset[e] = two.start[i];
+    }
     __syncthreads();
+    c = shared.counts;
+    c.all = shared.tables.offset[p.experts];
+    return c;
+}
+
+// Computes the plan and the prefix sums over the experts. All threads must call it.
+template <class Format>
+__device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared, const TwoCounts& two, const Counts& c) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int(&count)[2] = two.count;
+    const Scheme scheme = scheme_for<Format>(p, shared.layer, c);
 
     Plan plan;
-    constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
-    plan.token_rows = tokens_as_rows<Format>(p, shared.layer, shared.active, shared.tables.offset[p.experts]);
-    const bool tall = W8A8 || plan.token_rows ? true
-                      : p.tile_rows != 0   ? p.tile_rows == EXPERTD_TILE_TALL
-                      : p.tile_tokens != 0 ? false
-                                           : tall_segments<Format>(p, shared.longest, shared.active, shared.tables.offset[p.experts]);
+    plan.pairs = in_pairs(scheme);
+    plan.token_rows = rows_are_tokens(scheme);
+    plan.share_weights = weights_are_shared(scheme);
+    plan.in_turn = scheme == Scheme::TURNS;
+    plan.late_draw = FP8_ROWS<Format> || plan.token_rows;
+    plan.block_rows = is_tall(scheme) ? TALL_ROWS : Format::TILE_ROWS;
     plan.tile_tokens = plan.token_rows      ? ROW_TILE_TOKENS
                        : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
-                       : W8A8               ? tile_tokens_for<Format>(shared.longest, TILE_ROWS)
-                                          : tile_tokens_for<Format>(shared.longest, tall ? TALL_ROWS : TILE_ROWS);
-    plan.block_rows = tall ? TALL_ROWS : Format::TILE_ROWS;
-    if (p.tile_rows == EXPERTD_TILE_TURNS) plan.tile_tokens = min(plan.tile_tokens, 128);
-    plan.paced = paced<Format>(p, plan, shared.active);
+                                            : tile_tokens_for<Format>(c, scheme);
+    if (plan.in_turn) plan.tile_tokens = min(plan.tile_tokens, 128);
+    plan.paced = paced<Format>(p, plan, c.active);
     plan.stage_blocks = stage_blocks_for<Format>(plan.tile_tokens);
     plan.stages = stages_for<Format>(plan.tile_tokens, plan.block_rows, plan.stage_blocks);
 
-    plan.late_draw = W8A8 || plan.token_rows;
-    plan.share_weights = plan.token_rows ? rows_in_pairs(p, shared.active, shared.tables.offset[p.experts])
-                                         : W8A8 && Format::TOKEN_ROWS && (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS : shares_weights(shared.longest, Format::MAX_TOKENS));
     // Token tiles of an expert; an even number if a pair computes two at once.
     const int step = plan.share_weights ? 2 : 1;
     const int tiles[2] = {divide_up(count[0], plan.tile_tokens * step) * step, divide_up(count[1], plan.tile_tokens * step) * step};
     const int rows[2] = {round_up_8(count[0]), round_up_8(count[1])};
+    // The routing weights are loaded later.
+    int32_t *const warp_tiles = reinterpret_cast<int32_t*>(shared.weights[0]), *const warp_rows = warp_tiles + Format::THREADS / 32;
     int tiles_before = tiles[0] + tiles[1], rows_before = rows[0] + rows[1]; // inclusive, made exclusive below
     for (int delta = 1; delta < 32; delta *= 2) {
         const int t = __shfl_up_sync(0xffffffff, tiles_before, delta), r = __shfl_up_sync(0xffffffff, rows_before, delta);
@@ -61,15 +77,11 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
         plan.tiles += warp_tiles[w];
     }
     for (int i = 0; i < 2; i++) {
-        const int e = 2 * thread + i;
+        const int e = 2 * threadIdx.x + i;
         if (e <= p.experts) shared.tables.tile[e] = tiles_before, shared.tables.row[e] = rows_before;
         tiles_before += tiles[i], rows_before += rows[i];
     }
-    plan.in_turn = p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TURNS : !tall && pairs_in_turn<Format>(p, plan);
-    plan.pairs = plan.in_turn || (p.tile_rows != 0 ? p.tile_rows == PAIR_ROWS
-                                                   : !tall && !Format::FEW_TOKENS_ALONE && plan.tile_tokens > PAIR_TOKENS && min(p.hidden, p.inter) >= PAIR_K);
-    if (W8A8 || plan.token_rows) plan.pairs = plan.share_weights;
-    const int given = tall || plan.in_turn ? 0 : min(p.tile_rows, Format::TILE_ROWS);
+    const int given = is_tall(scheme) || plan.in_turn ? 0 : min(p.tile_rows, Format::TILE_ROWS);
     plan.up_rows = plan.in_turn ? level_rows(2 * p.inter, plan.tiles) : given != 0 ? given : segment_rows_for<Format>(2 * p.inter, plan);
     plan.down_rows = plan.in_turn ? LOW_ROWS : given != 0 ? given : segment_rows_for<Format>(p.hidden, plan);
     __syncthreads();

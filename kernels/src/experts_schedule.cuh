@@ -24,40 +24,16 @@
 #include "experts.h"
 #include "experts_formats.cuh"
 #include "experts_layout.cuh"
+#include "experts_schemes.cuh"
 #include "ptx.cuh"
 
 namespace expertd {
 
-constexpr int TILE_ROWS = 128;       // weight rows of a usual segment, 64 for each of two warpgroups (MXFP4: Mxfp4::TILE_ROWS)
-constexpr int TALL_ROWS = 256;       // weight rows of a tall segment, 128 per consumer warpgroup; halves the reads of tokens from L2
-constexpr int TALL_TOKENS = 144;     // widest token tile of a tall segment (registers)
-constexpr int TALL_MEAN = 272;       // largest mean number of tokens of an expert (two tiles) for tall segments
-constexpr int TALL_SEGMENTS = 5;     // least number of tall segments of down for every two SMs
 constexpr int MAX_TILE_TOKENS = 256; // widest wgmma
 constexpr int TOKEN_TILE_GROUP = 8;  // token tiles that share weight rows while these are in L2
-constexpr int LOW_ROWS = 64;         // weight rows of a low segment, used if there are few experts
-constexpr int LOW_SEGMENT_TOKENS = 32; // widest token tile of low segments
-
-constexpr int PAIR_ROWS = 256;       // weight rows of a segment that the two blocks of a cluster share, half each
-constexpr int PAIR_TOKENS = 64;      // blocks work in pairs if token tiles are wider than this
-constexpr int PAIR_K = 2048;         // least k of every product for pairs; with less the coarser division costs more than it saves in L2
 constexpr int DRAWN_SLOTS = 16;      // greater than MAX_STAGES, the largest number of segments by which a pair's first block is ahead of the second
-
-constexpr int ROW_TILE_TOKENS = 128; // tokens of a full tile if tokens are wgmma's M (tokens_as_rows)
-constexpr int ROW_TILE_MEAN = 96;    // W8A8: least mean number of tokens of an expert for tokens as wgmma's M
-constexpr int ROW_TILE_LEAST = 80;   // tiles of at most this many tokens keep weights as M
-constexpr int ROW_PAIR_MEAN = 224;   // least mean number of tokens of an expert for pairs that share weights and, in bf16, for tokens as M
-constexpr int ROW_PAIR_WIDE_MEAN = 384;  // bf16: the mean for tokens as M where pairs would otherwise share tokens (PAIR_K)
-constexpr int ROW_PAIR_FEW_MEAN = 1024;  // bf16: that mean with fewer than ROW_PAIR_EXPERTS experts, whose last tiles weigh more
-constexpr int ROW_PAIR_EXPERTS = 16;
-
-constexpr int WIDE_TOKENS = 64; // widest token tile of pairs whose warpgroups take turns
-constexpr int WIDE_K = 4096;    // least k of such pairs; down then has at most one strip of TILE_ROWS per SM
-
 constexpr int MAX_STAGES = 12;
 constexpr int WIDENED_STAGES = MAX_STAGES / 2; // if weights are widened in shared memory
-constexpr int PACED_BYTES = 64 * 1024; // bytes of weights that a block has under way at once if weights are paced: tiles are narrow,
-constexpr int PACED_WEIGHTS = 2500000; // and an SM reads at most this many bytes of weights in the step
 
 // Word indices in ExpertdExpertsParams::state, spaced apart: the segment counter (0), the number of finished blocks, then per expert
 // the finished weight rows of gate_up (in units of 16, times token tiles), and per expert the finished pieces of x_panels. The portable
@@ -79,6 +55,7 @@ struct Plan {
     int tiles;      // number of token tiles of all experts
     int up_rows, down_rows; // weight rows of a segment that a block computes, by phase
     int block_rows; // upper limit of both: TILE_ROWS of the format or TALL_ROWS
+    // What the scheme says, see Scheme.
     bool pairs;     // two blocks share each segment
     bool late_draw; // segments are drawn when they are needed and not one ahead
     bool token_rows; // tokens are wgmma's M, except in small tiles
@@ -88,9 +65,6 @@ struct Plan {
 
     __device__ __forceinline__ int rows(int phase) const { return phase == 0 ? up_rows : down_rows; }
 };
-
-__device__ __forceinline__ int round_up_8(int n) { return (n + 7) & ~7; }
-__device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 template <class Format> __device__ __forceinline__ constexpr int stage_weight_bytes(int block_rows) {
     return block_rows / UNIT_ROWS * Format::UNIT_BYTES;
@@ -120,58 +94,12 @@ template <class Format> __device__ __forceinline__ int stages_for(int tile_token
     return min(Format::WIDENS ? WIDENED_STAGES : MAX_STAGES, (Format::RING_BYTES - LOST) / (stage_blocks * (stage_weight_bytes<Format>(block_rows) + stage_token_bytes<Format>(tile_tokens)) + Format::SCALE_STAGE_BYTES));
 }
 
-// Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
-// tokens, wide token tiles read no more than tall segments do; with too few tall segments, SMs would be idle. `longest` is the largest
-// token count of an expert, `active` the number of experts with tokens, `all` the number of their tokens.
-template <class Format> __device__ __forceinline__ bool tall_segments(const ExpertdExpertsParams& p, int longest, int active, int all) {
-    if (!Format::HALVES || longest <= LOW_SEGMENT_TOKENS || all > TALL_MEAN * active) return false;
-    const int tiles = active * (2 * all > TALL_MEAN * active ? 2 : 1);
-    return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
-}
-
-// Whether tokens are wgmma's M, which is faster for many tokens. W8A8 requires that 128 neighbouring weight rows share their scales.
-template <class Format>
-__device__ __forceinline__ bool tokens_as_rows(const ExpertdExpertsParams& p, const ExpertdLayerWeights& layer, int active, int all) {
-    constexpr bool W8A8 = Format::PANEL_ELEMENTS == BLOCK_K;
-    if (Format::WIDENS) return true;
-    if (!Format::TOKEN_ROWS || (Format::UNIT_SCALE_BYTES != 0 && layer.block_scales == 0)) return false;
-    if (p.tile_rows != 0) return p.tile_rows == EXPERTD_TILE_TOKEN_ROWS || p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS;
-    if (p.tile_tokens != 0 || active == 0) return false;
-    const int wide = active < ROW_PAIR_EXPERTS ? ROW_PAIR_FEW_MEAN : ROW_PAIR_WIDE_MEAN;
-    return all >= (W8A8 ? ROW_TILE_MEAN : min(p.hidden, p.inter) >= PAIR_K ? wide : ROW_PAIR_MEAN) * active;
-}
-
-// Whether pairs share weights if tokens are wgmma's M. It saves a third of the reads from L2, but an expert's last tile may be alone.
-__device__ __forceinline__ bool rows_in_pairs(const ExpertdExpertsParams& p, int active, int all) {
-    return p.tile_rows != 0 ? p.tile_rows == EXPERTD_TILE_TOKEN_PAIRS : all >= ROW_PAIR_MEAN * active;
-}
-
-// W8A8 with weights as M: whether pairs share weights, which pays off for two token tiles per expert. With more tiles, rounding their
-// number up to an even one costs more than is saved in L2; with one, halving it does.
-__device__ __forceinline__ bool shares_weights(int longest, int tile_tokens) {
-    return longest > tile_tokens && longest <= 2 * tile_tokens;
-}
-
-template <class Format>
-__device__ __forceinline__ bool pairs_in_turn(const ExpertdExpertsParams& p, const Plan& plan) {
-    return Format::HALVES && plan.tile_tokens <= WIDE_TOKENS && min(p.hidden, p.inter) >= WIDE_K &&
-           plan.tiles * divide_up(p.hidden, TILE_ROWS) <= int(gridDim.x);
-}
-
+// Whether weights are paced (Block::paced).
 template <class Format> __device__ __forceinline__ bool paced(const ExpertdExpertsParams& p, const Plan& plan, int active) {
     constexpr int K = Format::PANEL_ELEMENTS * Format::BLOCK_PANELS; // of a unit
     const int units = divide_up(p.hidden, K) * (2 * p.inter / UNIT_ROWS) + divide_up(p.inter, K) * (p.hidden / UNIT_ROWS); // of an expert
     return plan.tile_tokens <= LOW_SEGMENT_TOKENS &&
            int64_t(active) * units * Format::UNIT_BYTES <= int64_t(PACED_WEIGHTS) * gridDim.x;
-}
-
-template <class Format> __device__ __forceinline__ int tile_tokens_for(int longest, int block_rows) {
-    if (block_rows == TALL_ROWS) return longest <= 64 ? 64 : longest <= 128 ? 128 : TALL_TOKENS;
-    // Narrow tiles leave room for more stages. With several tiles for the longest expert, the widest tiles leave the others the fewest.
-    if (Format::FEW_TOKENS_ALONE && longest > 64) return min(divide_up(longest, 16) * 16, Format::MAX_TOKENS);
-    if (!Format::TOKEN_ROWS && Format::PANEL_ELEMENTS == BLOCK_K && longest > 32) return min(round_up_8(longest), Format::MAX_TOKENS);
-    const int tile = longest <= 32 ? 32 : longest <= 64 ? 64 : longest <= 128 ? 128 : longest <= 192 ? 192 : 256;
-    return min(tile, Format::MAX_TOKENS);
 }
 
 // Weight rows of a segment. Low segments spread few strips over all SMs and shorten the tail, but each takes the tensor cores as long

@@ -1,21 +1,29 @@
 //! Which steps launch the experts' kernels for few and for many rows.
 //!
-//! Launches are captured before the routing is known, so the choice follows from the step's shape. All kernels are right for any
-//! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
+//! All kernels are right for any routing. Launches are captured before the routing is known. With weights of 4 bits one launch can compute
+//! either way, and the device chooses by its counts (`kernels/src/experts_schemes.cuh`). In other formats the choice follows from the step's
+//! shape. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
 
+#[cfg(feature = "cuda")]
 use expertd_kernels::experts;
 use expertd_kernels::path::KernelPath;
 
 use crate::format::DeviceFormat;
 
 /// Least mean number of rows of an expert for the kernel for many rows (W4A8).
+#[cfg(feature = "cuda")]
 const MANY_ROWS: f64 = 112.0;
+/// Up to this many rows of a step the shape decides in every format. With Zipf 1.0 the other kernel then gains less than 2 %, and a launch
+/// that chooses begins a few microseconds later than the kernel for few rows by itself.
+const SHAPE_DECIDES: u64 = 32;
 
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsLoad {
-    /// The largest number of rows of all ranks, times experts per row.
-    pub assignments: u64,
+    /// The largest number of rows of all ranks.
+    pub rows: u64,
+    /// Experts per row.
+    pub top_k: u32,
     /// Number of experts among which rows choose.
     pub experts: usize,
     /// Number of experts of the rank.
@@ -30,20 +38,41 @@ pub struct ExpertsLoad {
 
 impl ExpertsLoad {
     /// Mean number of rows of an expert.
-    fn rows(&self) -> f64 {
-        self.assignments as f64 / self.experts as f64
+    fn mean(&self) -> f64 {
+        (self.rows * u64::from(self.top_k)) as f64 / self.experts as f64
     }
 
     /// Bytes of weights that a multiprocessor reads if rows choose experts evenly.
     fn bytes(&self) -> f64 {
         // An expert stays without rows with probability (1 - 1 / experts)^assignments.
-        let active = self.local_experts as f64 * (1.0 - (-self.rows()).exp());
+        let active = self.local_experts as f64 * (1.0 - (-self.mean()).exp());
         active * self.expert_bytes as f64 / f64::from(self.multiprocessors)
     }
 }
 
 impl DeviceFormat {
-    /// Whether the kernel for few rows is expected to be faster.
+    /// The launch flags that choose the kernel of a step.
+    #[cfg(feature = "cuda")]
+    pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
+        let kernel = match self {
+            _ if self.has_few_rows(load) => experts::FEW_ROWS,
+            DeviceFormat::W4a8 if load.mean() >= MANY_ROWS => experts::MANY_ROWS,
+            _ => 0,
+        };
+        kernel | if self.chooses_by_counts(load) { experts::BY_COUNTS } else { 0 }
+    }
+
+    /// Whether the device chooses the kernel.
+    #[cfg(any(feature = "cuda", test))]
+    fn chooses_by_counts(self, load: &ExpertsLoad) -> bool {
+        let four_bits = matches!(
+            self,
+            DeviceFormat::Int4 | DeviceFormat::Int4Zeros | DeviceFormat::Nvfp4 | DeviceFormat::Mxfp4
+        );
+        four_bits && load.rows > SHAPE_DECIDES && load.kernels == KernelPath::Hopper
+    }
+
+    /// Whether the kernel for few rows is expected to be faster with even routing.
     pub fn has_few_rows(self, load: &ExpertsLoad) -> bool {
         // The kernel reads an expert's weights once for every eight rows, and brings large weights no faster than the usual one.
         let portable = load.kernels == KernelPath::Portable;
@@ -58,23 +87,14 @@ impl DeviceFormat {
             DeviceFormat::W8a8 => (0.5, 1e6),
             DeviceFormat::W4a8 => return false, // has no such kernel
         };
-        load.rows() <= rows && load.bytes() <= bytes
-    }
-
-    /// The launch flags of the kernel that is expected to be fastest.
-    pub fn kernel_flags(self, load: &ExpertsLoad) -> i32 {
-        match self {
-            _ if self.has_few_rows(load) => experts::FEW_ROWS,
-            DeviceFormat::W4a8 if load.rows() >= MANY_ROWS => experts::MANY_ROWS,
-            _ => 0,
-        }
+        load.mean() <= rows && load.bytes() <= bytes
     }
 
     /// Most tokens of a tile in the kernels for more rows; 0: the kernel chooses. The portable kernels have small tiles for weights that they
     /// widen.
     pub fn tile_tokens(self, load: &ExpertsLoad) -> i32 {
         let widens = self != DeviceFormat::Bf16;
-        if load.kernels == KernelPath::Portable && widens && load.rows() <= 32.0 { 48 } else { 0 }
+        if load.kernels == KernelPath::Portable && widens && load.mean() <= 32.0 { 48 } else { 0 }
     }
 }
 
@@ -90,7 +110,8 @@ mod tests {
         tokens: usize,
     ) -> ExpertsLoad {
         ExpertsLoad {
-            assignments: (ranks * tokens * top_k) as u64,
+            rows: (ranks * tokens) as u64,
+            top_k: top_k as u32,
             experts,
             local_experts: experts / ranks,
             expert_bytes: format.expert_bytes(hidden, inter, false),
@@ -104,6 +125,7 @@ mod tests {
     const DEEPSEEK: [usize; 4] = [7168, 2048, 256, 8];
     const GPT_OSS: [usize; 4] = [2880, 2880, 128, 4];
 
+    #[cfg(feature = "cuda")]
     #[test]
     fn many_rows_are_chosen_for_mxfp4_with_fp8_rows_only() {
         for (format, model, tokens, flags) in [
@@ -111,7 +133,7 @@ mod tests {
             (DeviceFormat::W4a8, GPT_OSS, 4096, experts::MANY_ROWS),
             (DeviceFormat::W4a8, QWEN3, 1024, 0),
             (DeviceFormat::W4a8, QWEN3, 2048, experts::MANY_ROWS),
-            (DeviceFormat::Mxfp4, GPT_OSS, 8192, 0),
+            (DeviceFormat::Mxfp4, GPT_OSS, 8192, experts::BY_COUNTS),
             (DeviceFormat::Mxfp4, GPT_OSS, 8, experts::FEW_ROWS),
         ] {
             assert_eq!(
@@ -181,5 +203,14 @@ mod tests {
                 assert_eq!(format.has_few_rows(&load), expected, "{format:?} {load:?}, {tokens} rows");
             }
         }
+    }
+
+    #[test]
+    fn the_device_chooses_for_weights_of_four_bits_in_steps_of_more_rows() {
+        let choice = |format: DeviceFormat, ranks, tokens| {
+            format.chooses_by_counts(&load(format, [2048, 768, 128, 8], ranks, tokens))
+        };
+        assert!(choice(DeviceFormat::Int4, 1, 64) && choice(DeviceFormat::Nvfp4, 4, 16));
+        assert!(!choice(DeviceFormat::Int4, 1, 32) && !choice(DeviceFormat::Fp8, 1, 64));
     }
 }

@@ -15,7 +15,7 @@ use expertd_kernels::experts;
 use expertd_kernels::path::KernelPath;
 use half::{bf16, f16};
 
-use self::launch::{FEW_ROWS, Step, load};
+use self::launch::{BY_COUNTS, FEW_ROWS, Step, load};
 use self::mlp::{Case, Expert, Range};
 use crate::random::Random;
 use crate::{Options, Outcome};
@@ -176,9 +176,16 @@ fn relative_error(wanted: &[f64], undecided: &[Vec<f64>], found: &[bf16]) -> Res
 fn kernels(format: i32) -> &'static [[i32; 2]] {
     match KernelPath::chosen() {
         KernelPath::Hopper if format == experts::W4A8 => &[[0, 0], [experts::TILE_TOKEN_PAIRS, 0]],
+        KernelPath::Hopper if chooses(format) => &[[0, 0], FEW_ROWS, BY_COUNTS],
         KernelPath::Hopper => &[[0, 0], FEW_ROWS],
         KernelPath::Portable => &[[0, 0], [0, 48], FEW_ROWS],
     }
+}
+
+/// Whether launches of the format can choose their kernel on the device.
+fn chooses(format: i32) -> bool {
+    let formats = [experts::INT4, experts::INT4_ZEROS, experts::NVFP4, experts::MXFP4];
+    KernelPath::chosen() == KernelPath::Hopper && formats.contains(&format)
 }
 
 /// Every tile shape of the format, `[tile_rows, tile_tokens]`, and the kernel for few rows.
@@ -202,6 +209,9 @@ fn shapes(case: &Case) -> Vec<[i32; 2]> {
         shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
     shapes.push(FEW_ROWS);
+    if chooses(case.format) {
+        shapes.push(BY_COUNTS);
+    }
     shapes
 }
 
@@ -296,7 +306,7 @@ fn specials(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     // Features differ in size by dozens of powers of two here: each is compared on its own. Rounding h and y to bf16 moves
     // an output by less than 2^-7 of its terms.
     let part = 2f64.powi(-7);
-    for tiles in [[0, 0], FEW_ROWS] {
+    for &tiles in kernels(case.format) {
         let y = step.run(device, case, &loaded, tiles)?;
         let mut assignment = 0;
         for (expert, count) in step.counts.iter().enumerate() {

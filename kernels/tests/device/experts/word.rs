@@ -3,10 +3,10 @@
 use expertd_kernels::device::{Device, Mailbox};
 use expertd_kernels::experts;
 
-use super::launch::{FEW_ROWS, Launch, load};
+use super::launch::{BY_COUNTS, FEW_ROWS, Launch, load};
 use super::mlp::Case;
 use super::sizes::draw;
-use super::{PLAIN, begin};
+use super::{PLAIN, begin, chooses};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
@@ -16,7 +16,9 @@ const CHANGES: u32 = 4000;
 /// Launches with a word that changes; each must end, or the program hangs. Some blocks see it set and return, and others wait for them
 /// until the deadline. Afterwards a launch without an error must compute as before.
 fn check_case(device: &Device, random: &mut Random, case: &Case, tiles: [i32; 2], launches: u64) -> Outcome {
-    let (all, step) = draw(random, case, &[70, 0, 150, 9], 4);
+    // The counts of BY_COUNTS choose the kernel for few rows.
+    let counts = if tiles == BY_COUNTS { [7, 0, 8, 3] } else { [70, 0, 150, 9] };
+    let (all, step) = draw(random, case, &counts, 4);
     let loaded = load(device, case, &all)?;
     let wanted = step.run(device, case, &loaded, tiles)?;
     let word = Mailbox::new(device, 0_u32)?;
@@ -58,12 +60,15 @@ pub fn check(options: &Options) -> Outcome {
         // 256: the two blocks of a pair share the segments, or with W8A8 their weights.
         let pairs =
             if matches!(format, experts::BF16 | experts::W8A8) { experts::TILE_TOKEN_PAIRS } else { 256 };
-        let shapes: &[[i32; 2]] = if format == experts::W4A8 {
-            &[[0, 0], [experts::TILE_TOKEN_PAIRS, 0]]
+        let mut shapes = if format == experts::W4A8 {
+            vec![[0, 0], [experts::TILE_TOKEN_PAIRS, 0]]
         } else {
-            &[[0, 0], [256, 0], [pairs, 0], FEW_ROWS]
+            vec![[0, 0], [256, 0], [pairs, 0], FEW_ROWS]
         };
-        for &tiles in shapes {
+        if chooses(format) {
+            shapes.push(BY_COUNTS);
+        }
+        for tiles in shapes {
             check_case(&device, &mut random, &case, tiles, launches)?;
         }
     }

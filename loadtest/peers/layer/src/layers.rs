@@ -340,7 +340,8 @@ impl Layers {
         // As in the service, launches cover the next power of two.
         let covered = self.rows.next_power_of_two().min(about.max_tokens);
         let load = ExpertsLoad {
-            assignments: u64::from(covered) * u64::from(about.top_k),
+            rows: u64::from(covered),
+            top_k: about.top_k,
             experts: about.experts as usize,
             local_experts: about.experts as usize,
             expert_bytes: self.format.expert_bytes(hidden, width, about.gpt_oss != 0),
@@ -376,7 +377,7 @@ impl Layers {
             tile_tokens: self.format.tile_tokens(&load),
             limit: 7.0,
             format: self.format.code(),
-            flags: experts::PROGRAMMATIC | if few_rows { experts::FEW_ROWS } else { 0 },
+            flags: experts::PROGRAMMATIC | self.format.kernel_flags(&load),
             ..ExpertsParams::default()
         };
         let combine = CombineParams { out, ..self.slot.combine(group, 0) };

@@ -351,7 +351,8 @@ impl Phases<'_> {
         let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
         let format = shared.experts.format();
         let load = ExpertsLoad {
-            assignments: u64::from(step.rows),
+            rows: u64::from(step.rows),
+            top_k: 1,
             experts: 1,
             local_experts: 1,
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
@@ -453,9 +454,9 @@ impl Phases<'_> {
     fn routed_load(&self) -> ExpertsLoad {
         let Phases { step, shape, .. } = self;
         let (spec, format) = (&step.layer.spec.experts, step.layer.format);
-        let rows = u64::from(step.rows) * u64::from(step.group.ranks);
         ExpertsLoad {
-            assignments: rows * u64::from(step.group.top_k),
+            rows: u64::from(step.rows) * u64::from(step.group.ranks),
+            top_k: step.group.top_k,
             experts: spec.count,
             local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
