@@ -41,7 +41,10 @@ def reference(folder, address, rows, dtype):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """For each checkpoint: vLLM's answer, and errors of its log-probabilities and of those of transformers in bf16."""
+    """For each checkpoint: vLLM's answer, and median errors of its log-probabilities and of those of transformers in bf16.
+
+    Where a rounded score changes a choice of experts, which happens at few places, errors are large.
+    """
     root, answers, rows = tmp_path_factory.mktemp("quantised"), {}, prompts()
     with contextlib.ExitStack() as services:
         jobs, expected = {}, {}
@@ -56,7 +59,7 @@ def engines(tmp_path_factory):
         for key, answer in zip(jobs, found, strict=True):
             exact, rounded = expected[key]
             mine = torch.tensor([value for prompt in answer.get("logprobs", []) for value in prompt])
-            errors = None if "error" in answer else [(values - exact).abs().mean().item() for values in (mine, rounded)]
+            errors = None if "error" in answer else [(values - exact).abs().median().item() for values in (mine, rounded)]
             answers[key] = answer, errors
     return answers
 
