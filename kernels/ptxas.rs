@@ -4,11 +4,11 @@
 /// bytes that it stores and loads together.
 const MAY_SPILL: [(&str, u32); 14] = [
     ("experts_kernelINS_4Bf16E", 64),
-    ("experts_kernelINS_5Mxfp4E", 256),
+    ("experts_kernelINS_5Mxfp4E", 320),
     ("experts_kernelINS_4W8a8E", 320),
     ("experts_kernelINS_4W4a8E", 896),
     ("experts_kernelINS_8W4a8RowsE", 640),
-    ("experts_kernelINS_6Int4OfI", 896),
+    ("experts_kernelINS_6Int4OfI", 1216),
     ("experts_kernelINS_5Nvfp4E", 448),
     ("experts_few_kernelINS_9FewInt4OfI", 16),
     ("gateILi8ELi8E", 32),
