@@ -117,7 +117,7 @@ typedef struct ExpertdExpertsParams {
     float limit;                       /* EXPERTD_SWIGLU_CLAMPED, EXPERTD_SWIGLU_OAI */
     int32_t weight_on_input;           /* non-zero: the routing weight scales the row before gate and up (Llama 4) */
     int32_t blocks;                    /* thread blocks, rounded up to an even number; 0: one per SM */
-    int32_t tile_tokens;               /* widest token tile: 32, 64 or 128; bf16 also 192 or 256; 0: chosen on the device */
+    int32_t tile_tokens;               /* widest token tile: 32, 64 or 128; bf16 also 192 or 256; portable kernels: up to 48 or more; 0: chosen on the device */
     int32_t tile_rows;                 /* weight rows of a tile: 16, 32, 64, 128 or 256 (shared by two blocks); bf16 with up to
                                           128 tokens also EXPERTD_TILE_TALL or _TURNS; 0: chosen on the device. bf16 also has EXPERTD_TILE_TOKEN_ROWS
                                           and _PAIRS. W8A8 only has 0, 256 (two blocks with 256 rows each of their own token

@@ -72,8 +72,8 @@ pub const TILE_TALL: i32 = 1;
 /// [`ExpertsParams::tile_rows`]: segments shared by two blocks, whose warpgroups take them in turn ([`BF16`], up to 128 tokens).
 pub const TILE_TURNS: i32 = 2;
 
-/// [`ExpertsParams::tile_rows`]: 256 weight rows and 128 tokens, which are wgmma's M operand ([`BF16`], and [`W8A8`] with
-/// [`LayerWeights::block_scales`]).
+/// [`ExpertsParams::tile_rows`]: 256 weight rows and 128 tokens, which are wgmma's M operand ([`BF16`], [`W8A8`] with
+/// [`LayerWeights::block_scales`], and [`W4A8`] with [`MANY_ROWS`]).
 pub const TILE_TOKEN_ROWS: i32 = 3;
 /// [`ExpertsParams::tile_rows`]: as the value before, and two blocks with neighbouring token tiles share their weights.
 pub const TILE_TOKEN_PAIRS: i32 = 4;

@@ -26,7 +26,7 @@ struct Shared {
     uint64_t pair_empty[MAX_STAGES]; // both blocks of the pair have read the stage
     uint64_t turn[2];     // the warpgroup has read all operands of a segment that it computes alone
     uint64_t rows_loaded; // the block's first piece of x has arrived
-    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; if weights are paced, only its tokens
+    uint64_t full[MAX_STAGES]; // weights and tokens of the stage have arrived; if weights are paced or widened in shared memory, only its tokens
     uint64_t weights_full[MAX_STAGES]; // the stage's weights have arrived, if they are paced or widened in shared memory
     // If weights are widened in shared memory, entries from WIDENED_STAGES on of the two are for the stages' weights and those before for
     // tokens: the widening warps release weights before tokens have been read.

@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_h_rows(const Block<Format>& block, const S
     }
 }
 
-// A segment of more than 64 and up to 128 tokens: the warpgroup has those from 64 times its number on.
+// A segment of more than ROW_TILE_LEAST and up to 128 tokens: the warpgroup has those from 64 times its number on.
 template <class Format>
 __device__ __forceinline__ void compute_rows(const Block<Format>& block, const Segment& at_first, const Cursor& slot, Cursor& stage,
                                              Counters& counters) {

@@ -236,14 +236,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
         barrier_init(&shared.rows_loaded, COPY_THREADS);
         barrier_init_fence();
     }
-    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // visible to all threads after make_plan's barriers
+    if (threadIdx.x < sizeof(shared.layer) / sizeof(uint64_t)) { // visible to all threads after add_counts' barrier
         const uint32_t index = p.layer != nullptr ? __ldcg(p.layer) : 0;
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
     cluster_sync();
     wait_for_previous_kernel();
     // One thread reads the error word for both blocks, because the word may change at any time: neither a thread nor a block of a pair
-    // may return alone. The thread has no expert in make_plan.
+    // may return alone. The thread has no expert in add_counts.
     if (p.error != nullptr && cluster_block() == 0 && threadIdx.x == Format::THREADS - 1) {
         const uint32_t failed = __ldcg(p.error);
         for (uint32_t block = 0; block < 2; block++) store_peer(peer_address(smem_address(&shared.failed), block), failed);

@@ -15,7 +15,7 @@
 // Other pairs share weights: both blocks compute the same weight rows, each for its own token tile, and each loads half of the rows for
 // both. The first block draws a segment only when it needs one, so that pairs with the same weights start together and find them in L2.
 //
-// With many tokens per expert, bf16 and W8A8 take tokens as wgmma's M. Tiles are then full, except an expert's last one, because M
+// With many tokens per expert, bf16, W8A8 and W4A8 take tokens as wgmma's M. Tiles are then full, except an expert's last one, because M
 // comes in 64. If the last one has no neighbour, the blocks of a pair take two strips of weights of it and share its tokens.
 //
 // No segment splits k, so the bits of a row depend neither on the division of work nor on other rows.
