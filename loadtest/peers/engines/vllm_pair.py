@@ -98,6 +98,8 @@ def main():
     parser = vllm_compare.parser(__doc__)
     parser.set_defaults(mode=["stock", "shared"], batch=[8, 64], prefill=0, compare=0, fault=[])
     args = parser.parse_args()
+    if "apart" in args.mode:
+        parser.error("--mode: two engines and their service share a GPU here; stock and shared")
     args.session = args.session or ("cuda" if args.device == "cuda" else "host")
     args.logs.mkdir(parents=True, exist_ok=True)
     for old in args.logs.glob("alone-*.json"):

@@ -8,8 +8,8 @@ use expertd_session::cuda::{CudaSession, CudaSessionOptions, SessionStream};
 use expertd_types::{ExpertPlacement, LayerId, LayerPlacement};
 
 use super::*;
-use crate::tiers::{TOLERANCE, placement, write};
-use crate::tiers_copies::{STREAMED, copied_bytes, slot_memory};
+use crate::tiers::{TOLERANCE, write};
+use crate::tiers_copies::{STREAMED, copied_bytes, placement_that_needs_cpu_ranks, slot_memory};
 
 const WORKERS: usize = 2;
 
@@ -19,7 +19,7 @@ fn mixed(device: &str) -> Host {
 }
 
 fn mixed_of(name: &str, device: &str, more: &[&str]) -> Host {
-    let placed = placement(&fixture(name), WORKERS, &mut expertd_test_seed::rng());
+    let placed = placement_that_needs_cpu_ranks(&fixture(name), WORKERS, &mut expertd_test_seed::rng());
     let (_folder, file) = write(&placed);
     let flags = ["--device", device, "--placement", file.to_str().unwrap()];
     Host::start(name, WORKERS as u32 + 1, &[&flags, more].concat())

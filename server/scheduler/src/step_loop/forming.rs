@@ -44,7 +44,8 @@ impl StepLoop {
     }
 
     /// Time at which a request has waited long enough for others to join its step: `max_wait` after its admission, or after the end of
-    /// the step that was under way then, because callers of that step may come back and join it.
+    /// the last step if that was under way then, because callers of that step may come back and join it. A step that is still under way
+    /// counts only when it has ended.
     fn due(&self, request: &Request) -> Time {
         let (done, took) = self.last_done;
         request.admitted.max(done.min(request.admitted + took)) + self.config.max_wait
