@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Runs the kernels under compute-sanitizer, at small sizes and with long deadlines, and prints what each tool reports.
 
-    scripts/gpu_sanitizers.py [--portable] [--lanes N] [--limit SECONDS] [--budget SECONDS] [--programs FOLDER] [--logs FOLDER] [--list] [FILTER...]
+    scripts/gpu_sanitizers.py [--portable] [--lanes N] [--limit SECONDS] [--budget SECONDS] [--programs FOLDER] [--logs FOLDER] [--list]
+                              [FILTER...]
 
 Builds the programs `device` (kernels/tests/device) and `rank_cuda` (the tests of expertd-rank-cuda) with EXPERTD_EVERY_LANE_ARRIVES,
 without which racecheck reports each hand-over by one lane's arrival at an mbarrier after `__syncwarp`, which it does not follow;
 --programs names a folder with such programs, built on another machine. With --portable the portable kernels run, which
-have no products of FP8. FILTERs choose runs whose names contain one of them, such as `racecheck` or `experts mxfp4`. docs/measurements/gpu-checks.md says what the last runs found.
+have no products of FP8. FILTERs choose runs whose names contain one of them, such as `racecheck` or `experts mxfp4`.
+docs/measurements/gpu-checks.md says what the last runs found.
 """
 
 import argparse

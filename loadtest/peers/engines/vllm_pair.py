@@ -16,7 +16,7 @@ import time
 
 import cells
 import vllm_compare
-from processes import Children, Service, mps, note
+from processes import Children, Service, note
 
 
 class Engine:

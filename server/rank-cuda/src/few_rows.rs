@@ -16,10 +16,8 @@ const MANY_ROWS: f64 = 112.0;
 /// The work of a rank's experts in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsLoad {
-    /// The largest number of rows of all ranks.
-    pub rows: u64,
-    /// Experts per row.
-    pub top_k: u32,
+    /// The largest number of rows of all ranks, times experts per row.
+    pub assignments: u64,
     /// Number of experts among which rows choose.
     pub experts: usize,
     /// Number of experts of the rank.
@@ -35,7 +33,7 @@ pub struct ExpertsLoad {
 impl ExpertsLoad {
     /// Mean number of rows of an expert.
     fn mean(&self) -> f64 {
-        (self.rows * u64::from(self.top_k)) as f64 / self.experts as f64
+        self.assignments as f64 / self.experts as f64
     }
 
     /// Bytes of weights that a multiprocessor reads if rows choose experts evenly.
@@ -95,8 +93,7 @@ mod tests {
         tokens: usize,
     ) -> ExpertsLoad {
         ExpertsLoad {
-            rows: (ranks * tokens) as u64,
-            top_k: top_k as u32,
+            assignments: (ranks * tokens * top_k) as u64,
             experts,
             local_experts: experts / ranks,
             expert_bytes: format.expert_bytes(hidden, inter, false),
@@ -138,7 +135,7 @@ mod tests {
         ];
         for (format, few, many) in cases {
             for &tokens in few.iter().chain(many) {
-                let load = load(format, [2048, 768, 128, 8], 1, tokens);
+                let load = load(format, QWEN3, 1, tokens);
                 let portable = ExpertsLoad { kernels: KernelPath::Portable, ..load };
                 assert_eq!(
                     format.has_few_rows(&portable),
@@ -149,7 +146,7 @@ mod tests {
             }
         }
         let tile = |format: DeviceFormat, tokens| {
-            let load = load(format, [2048, 768, 128, 8], 1, tokens);
+            let load = load(format, QWEN3, 1, tokens);
             format.tile_tokens(&ExpertsLoad { kernels: KernelPath::Portable, ..load })
         };
         assert_eq!([128, 512, 1024].map(|tokens| tile(DeviceFormat::Mxfp4, tokens)), [48, 48, 0]);

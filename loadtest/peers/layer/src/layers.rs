@@ -340,8 +340,7 @@ impl Layers {
         // As in the service, launches cover the next power of two.
         let covered = self.rows.next_power_of_two().min(about.max_tokens);
         let load = ExpertsLoad {
-            rows: u64::from(covered),
-            top_k: about.top_k,
+            assignments: u64::from(covered) * u64::from(about.top_k),
             experts: about.experts as usize,
             local_experts: about.experts as usize,
             expert_bytes: self.format.expert_bytes(hidden, width, about.gpt_oss != 0),

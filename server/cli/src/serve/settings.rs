@@ -274,8 +274,8 @@ settings! {
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST", in "Limits";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS", in "Limits";
-    /// Time in microseconds that the oldest request waits for others to join its step, from its arrival or, if that is later, the end of the
-    /// last step that was under way then [default: 0]
+    /// Time in microseconds that the oldest request waits for others to join its step, from its arrival, or from the end of the last
+    /// step if that was under way then [default: 0]
     max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US", in "Limits";
     /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS", in "Ranks and devices";

@@ -351,8 +351,7 @@ impl Phases<'_> {
         let activation = spec.map_or(Activation::SwiGlu, |s| s.activation);
         let format = shared.experts.format();
         let load = ExpertsLoad {
-            rows: u64::from(step.rows),
-            top_k: 1,
+            assignments: u64::from(step.rows),
             experts: 1,
             local_experts: 1,
             expert_bytes: format.expert_bytes(shape.hidden as usize, shared.experts.inter(), false),
@@ -455,8 +454,7 @@ impl Phases<'_> {
         let Phases { step, shape, .. } = self;
         let (spec, format) = (&step.layer.spec.experts, step.layer.format);
         ExpertsLoad {
-            rows: u64::from(step.rows) * u64::from(step.group.ranks),
-            top_k: step.group.top_k,
+            assignments: u64::from(step.rows) * u64::from(step.group.ranks) * u64::from(step.group.top_k),
             experts: spec.count,
             local_experts: self.held_experts() as usize,
             expert_bytes: format.expert_bytes(shape.hidden as usize, spec.width, spec.biases),
