@@ -355,14 +355,12 @@ struct W8a8 : Threads<2, 224, 56> {
     static constexpr bool TURNS = true; // whether the warpgroups take turns with the tensor cores
 };
 
-// MXFP4 weights that are widened to e4m3 and multiplied with FP8 rows. Segments are as in W8A8 with weights as wgmma's M.
-struct W4a8 : Threads<2, 224, 56> {
+// MXFP4 weights that are widened to e4m3 and multiplied with FP8 rows.
+template <class Roles> struct Fp8FromMxfp4 : Roles {
     static constexpr int UNIT_BYTES = W4A8_UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
     static constexpr int PANEL_ELEMENTS = BLOCK_K;
     static constexpr int BLOCK_PANELS = 1;
-    static constexpr int MAX_TOKENS = 104;
-    static constexpr bool TOKEN_ROWS = false;
     static constexpr bool HALVES = false;
     static constexpr bool FEW_TOKENS_ALONE = false;
     static constexpr bool ROW_SCALES = true;
@@ -370,25 +368,19 @@ struct W4a8 : Threads<2, 224, 56> {
     static constexpr int SCALE_STAGE_BYTES = 512; // scales of up to 128 tokens
     static constexpr bool SHARED_SEGMENTS = true;
     static constexpr bool PERMUTED = true;
+};
+
+// Widened in registers. Segments are as in W8A8 with weights as wgmma's M.
+struct W4a8 : Fp8FromMxfp4<Threads<2, 224, 56>> {
+    static constexpr int MAX_TOKENS = 104;
+    static constexpr bool TOKEN_ROWS = false;
     static constexpr bool TURNS = false;
 };
 
-// The same weights for many tokens, which are wgmma's M operand: a warpgroup widens weights to e4m3 in shared memory, where wgmma reads them
-// as in W8A8.
-struct W4a8Rows : Threads<2, 208, 48, 48> {
-    static constexpr int UNIT_BYTES = W4A8_UNIT_BYTES;
-    static constexpr int UNIT_SCALE_BYTES = 0;
-    static constexpr int PANEL_ELEMENTS = BLOCK_K;
-    static constexpr int BLOCK_PANELS = 1;
+// For many tokens, which are wgmma's M operand: a warpgroup widens weights in shared memory, where wgmma reads them as in W8A8.
+struct W4a8Rows : Fp8FromMxfp4<Threads<2, 208, 48, 48>> {
     static constexpr int MAX_TOKENS = 128;
     static constexpr bool TOKEN_ROWS = true;
-    static constexpr bool HALVES = false;
-    static constexpr bool FEW_TOKENS_ALONE = false;
-    static constexpr bool ROW_SCALES = true;
-    static constexpr bool THREADS_READ = true;
-    static constexpr int SCALE_STAGE_BYTES = 512; // scales of up to 128 tokens
-    static constexpr bool SHARED_SEGMENTS = true;
-    static constexpr bool PERMUTED = true;
     static constexpr bool TURNS = true;
 };
 

@@ -66,7 +66,7 @@ __device__ __forceinline__ void widen_weights(const Block<W4a8Rows>& block) {
             const uint32_t shifts_from = shifts_first + stage.slot * (TALL_ROWS / UNIT_ROWS * W4A8_UNIT_BYTES);
             const uint32_t to = to_first + room.slot * (TALL_ROWS * BLOCK_K);
             barrier_wait(&shared.weights_full[stage.slot], stage.parity);
-            // Units that the segment does not have are widened too, from what is in the stage; nothing of them is stored later.
+            // Units that the segment does not have are widened as well, from old bytes of the stage; their results are not stored.
             uint32_t shifts[UNITS];
 #pragma unroll
             for (int i = 0; i < UNITS; i++) shifts[i] = load_shared_2(shifts_from + i * FROM_STEP);
