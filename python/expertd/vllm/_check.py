@@ -64,7 +64,7 @@ def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None
             ),
             "overlap of batches (enable_dbo, ubatch_size)": (
                 bool(getattr(parallel, "use_ubatching", False)),
-                "was not tried with remote experts, whose calls follow one another",
+                "needs an all-to-all backend (DeepEP, NIXL EP), in whose place the service is",
             ),
             "EPLB (enable_eplb)": (parallel.enable_eplb, "moves experts between vLLM's ranks, and the service holds them"),
             "LoRA on experts (enable_lora)": (
