@@ -69,7 +69,6 @@ bool check_case(const Model& m, int experts, const Routing& routing, Layer& laye
     if (a <= 4096 && !w4a8) {
         for (int blocks : {0, 0, 7, a <= 256 ? 1 : 50}) list.push_back({0, 0, blocks, 0, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
         for (int blocks : {0, 5}) list.push_back({0, 0, blocks, 1, 0, 0, EXPERTD_LAUNCH_FEW_ROWS});
-        for (int blocks : {0, 7}) list.push_back({0, 0, blocks, 0, 0, 0, EXPERTD_LAUNCH_BY_COUNTS}); // ignored where formats have no choice
         if (w8a8) {
             for (int fp8_rows : {0, 1}) list.push_back({0, 0, 0, 0, 1, fp8_rows, EXPERTD_LAUNCH_FEW_ROWS});
             for (int blocks : {0, 7}) list.push_back({0, 0, blocks, 0, 0, 1, EXPERTD_LAUNCH_FEW_ROWS});

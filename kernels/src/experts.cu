@@ -64,13 +64,7 @@ extern "C" int expertd_experts_setup(void) {
 extern "C" int expertd_experts_launch(const ExpertdExpertsParams* params, void* stream) {
     if (!expertd::valid(*params)) return cudaErrorInvalidValue;
     const auto on = static_cast<cudaStream_t>(stream);
-    const bool chooses = expertd::one_of(params->format, EXPERTD_INT4, EXPERTD_INT4_ZEROS, EXPERTD_NVFP4, EXPERTD_MXFP4);
-    if (chooses && (params->flags & EXPERTD_LAUNCH_BY_COUNTS) != 0) {
-        const int status = expertd::launch_few(*params, on);
-        if (status != cudaSuccess) return status;
-    } else if (params->flags & EXPERTD_LAUNCH_FEW_ROWS) {
-        return expertd::launch_few(*params, on);
-    }
+    if (params->flags & EXPERTD_LAUNCH_FEW_ROWS) return expertd::launch_few(*params, on);
     if (params->flags & EXPERTD_LAUNCH_MANY_ROWS) return expertd::launch_w4a8_rows(*params, on);
     return expertd::ENTRIES[params->format].launch(*params, on);
 }

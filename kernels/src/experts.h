@@ -73,10 +73,7 @@ enum ExpertdLaunchFlags {
     EXPERTD_LAUNCH_FEW_ROWS = 4,
     /* W4A8: a kernel for experts with many rows each, with the same results. tile_rows is 0, EXPERTD_TILE_TOKEN_ROWS or _PAIRS, and
      * tile_tokens does not matter. */
-    EXPERTD_LAUNCH_MANY_ROWS = 8,
-    /* Formats with weights of 4 bits and bf16 rows: both kernels are launched, the counts decide which one computes, and the other returns at
-     * once. The flag EXPERTD_LAUNCH_FEW_ROWS does not matter. Other formats, and the portable kernels, ignore this flag. */
-    EXPERTD_LAUNCH_BY_COUNTS = 16
+    EXPERTD_LAUNCH_MANY_ROWS = 8
 };
 
 /* One layer's weights on this rank; an array of these lives in device memory. */
@@ -94,7 +91,7 @@ typedef struct ExpertdLayerWeights {
 typedef struct ExpertdExpertsParams {
     const ExpertdLayerWeights* layers; /* device table */
     const uint32_t* layer;             /* device: index into layers; null means 0 */
-    const int32_t* expert_offsets;     /* device [experts + 1], ascending, first 0 */
+    const int32_t* expert_offsets;     /* device [experts + 1], ascending; the first is not 0 where other experts come before */
     const int32_t* row_index;          /* device [assignments]: row of x */
     const float* row_weight;           /* device [assignments] */
     const void* x;                     /* device rows of x_format, 16-byte aligned */

@@ -31,9 +31,6 @@ pub const FEW_ROWS: i32 = 4;
 /// Launch flag: a kernel for experts with many rows each ([`W4A8`]), with the same results. [`ExpertsParams::tile_rows`] is 0,
 /// [`TILE_TOKEN_ROWS`] or [`TILE_TOKEN_PAIRS`].
 pub const MANY_ROWS: i32 = 8;
-/// Launch flag of formats with weights of 4 bits and bf16 rows: both kernels are launched, and the numbers of rows per expert decide which one
-/// computes. The portable kernels ignore it.
-pub const BY_COUNTS: i32 = 16;
 
 /// Weights in bf16 panels.
 pub const BF16: i32 = 0;
@@ -157,7 +154,7 @@ pub struct ExpertsParams {
     pub tile_tokens: i32,
     /// 0: chosen on the device. [`TILE_TALL`], [`TILE_TURNS`]; other values: `experts.h`.
     pub tile_rows: i32,
-    /// [`PROGRAMMATIC`], [`FEW_ROWS`], [`MANY_ROWS`] and [`BY_COUNTS`].
+    /// [`PROGRAMMATIC`], [`FEW_ROWS`] and [`MANY_ROWS`].
     pub flags: i32,
     /// [`BF16`] and others: of all layers in the table that are launched with these parameters.
     pub format: i32,

@@ -37,14 +37,8 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) experts_few_kernel(const __gri
     }
     wait_for_previous_kernel();
     bool failed = p.error != nullptr && __ldcg(p.error) != 0;
-    int tiles_64;
-    const int tiles = make_few_tables(p, shared, failed, tiles_64); // its barriers also make the above visible
+    const int tiles = make_few_tables(p, shared, failed); // its barriers also make the above visible
     if (failed) return;
-    if constexpr (CHOOSES<typename Format::Weights>) {
-        Counts counts{};
-        counts.tiles_8 = tiles, counts.tiles_64 = tiles_64, counts.all = shared.tables.offset[p.experts];
-        if ((p.flags & EXPERTD_LAUNCH_BY_COUNTS) != 0 && !few_rows_are_faster<typename Format::Weights>(p, counts)) return;
-    }
     if (shared.tables.offset[p.experts] > p.panel_rows) {
         if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;
         return;

@@ -20,7 +20,6 @@ namespace expertd {
 // is its k of two steps of mma: which k a step has does not matter, as long as both operands agree. A's row r is the unit's row
 // r / 2 + 4 (r % 2), so that eight lanes read from all banks of shared memory.
 struct FewBf16 {
-    using Weights = Bf16; // the format in the persistent kernel
     static constexpr int BLOCK_PANELS = 1; // panels of 64 k in a k block
     static constexpr int UNIT_BYTES = UNIT_ROWS * PANEL_ROW_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0; // bytes of a unit's scales, if scales follow all rows of a k block
@@ -62,7 +61,6 @@ struct FewBf16 {
 
 // FP8 with bf16 products, and MXFP4. Weights are in the order of mma's fragments.
 template <class Format> struct FewNarrow {
-    using Weights = Format;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int UNIT_BYTES = Format::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = 0;
@@ -252,7 +250,6 @@ __device__ __forceinline__ uint32_t widen_2_e4m3(uint16_t codes) {
 // h is bf16 in memory, because 128 of its features, which share a scale, may be computed by several blocks. It is quantised where it is
 // read, and so are rows of x that come in bf16.
 struct FewW8a8 {
-    using Weights = W8a8;
     static constexpr int BLOCK_PANELS = 2;
     static constexpr int UNIT_BYTES = W8a8::UNIT_BYTES;
     static constexpr int UNIT_SCALE_BYTES = W8a8::UNIT_SCALE_BYTES;

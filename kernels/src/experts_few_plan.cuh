@@ -37,7 +37,6 @@ struct FewShared {
     ExpertdLayerWeights layer;
     FewTables tables;
     int32_t warp_tiles[FEW_THREADS / 32];
-    int32_t warp_tiles_64[FEW_THREADS / 32]; // numbers of tiles of the persistent kernel
     uint64_t rows_full[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS], rows_empty[FEW_CONSUMERS][FEW_MOST_ROW_SLOTS];
     uint64_t full[FEW_STREAMS][FEW_MOST_SLOTS], empty[FEW_STREAMS][FEW_MOST_SLOTS];
     uint64_t sums_full, sums_empty;
@@ -65,9 +64,9 @@ template <class Format> struct FewRing {
                   Format::ROW_SLOTS <= FEW_MOST_ROW_SLOTS);
 };
 
-// Computes the prefix sums over experts and returns the number of tiles; `tiles_64` becomes that of tiles of 64 tokens. All threads must call
-// it; each handles two experts. Sets `failed` in all threads if any thread found it set.
-__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed, int& tiles_64) {
+// Computes the prefix sums over experts and returns the number of tiles. All threads must call it; each handles two experts. Sets `failed` in
+// all threads if any thread found it set.
+__device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, FewShared& shared, bool& failed) {
     const TwoCounts two(p);
     static_assert(2 * FEW_THREADS > EXPERTD_MAX_EXPERTS, "every expert, and the end of the last one");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -81,16 +80,13 @@ __device__ __forceinline__ int make_few_tables(const ExpertdExpertsParams& p, Fe
         const int other = __shfl_up_sync(0xffffffff, before, delta);
         if (lane >= delta) before += other;
     }
-    const int wide = __reduce_add_sync(0xffffffff, divide_up(two.count[0], 64) + divide_up(two.count[1], 64));
-    if (lane == 31) shared.warp_tiles[warp] = before, shared.warp_tiles_64[warp] = wide;
+    if (lane == 31) shared.warp_tiles[warp] = before;
     __syncthreads();
     before -= tiles[0] + tiles[1];
     int all = 0;
-    tiles_64 = 0;
     for (int w = 0; w < FEW_THREADS / 32; w++) {
         if (w < warp) before += shared.warp_tiles[w];
         all += shared.warp_tiles[w];
-        tiles_64 += shared.warp_tiles_64[w];
     }
     for (int i = 0; i < 2; i++) {
         const int e = 2 * threadIdx.x + i;

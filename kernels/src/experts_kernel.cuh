@@ -252,12 +252,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Format::THREADS, 1)
     cluster_arrive();
     const TwoCounts two(p);
     const Counts counts = add_counts<Format>(p, shared, two);
-    if constexpr (CHOOSES<Format>) {
-        if (few_rows_are_faster<Format>(p, counts)) { // the launch before this one has computed the step
-            cluster_wait(); // the other block may still write to this one's shared memory
-            return;
-        }
-    }
     const Plan plan = make_plan<Format>(p, shared, two, counts);
     cluster_wait();
     if (shared.failed != 0) return;

@@ -14,14 +14,14 @@ __device__ __forceinline__ Counts add_counts(const ExpertdExpertsParams& p, Shar
     c.longest = __reduce_max_sync(0xffffffff, max(count[0], count[1]));
     c.active = __popc(__ballot_sync(0xffffffff, count[0] > 0)) + __popc(__ballot_sync(0xffffffff, count[1] > 0));
     auto tiles = [&](int tokens) { return __reduce_add_sync(0xffffffff, divide_up(count[0], tokens) + divide_up(count[1], tokens)); };
-    if constexpr (Format::FEW_TOKENS_ALONE) c.tiles_8 = tiles(8), c.tiles_64 = tiles(64), c.tiles_128 = tiles(128);
+    if constexpr (Format::FEW_TOKENS_ALONE) c.tiles_64 = tiles(64), c.tiles_128 = tiles(128);
     constexpr bool CROWDED = FP8_ROWS<Format> && Format::TOKEN_ROWS;
     auto crowded = [&](int tokens) { return tokens > Format::MAX_TOKENS ? tokens : 0; };
     if constexpr (CROWDED) c.crowded = __reduce_add_sync(0xffffffff, crowded(count[0]) + crowded(count[1]));
     if (lane == 0 && c.longest > 0) {
         atomicMax(&shared.counts.longest, c.longest), atomicAdd(&shared.counts.active, c.active);
         if constexpr (Format::FEW_TOKENS_ALONE) {
-            atomicAdd(&shared.counts.tiles_8, c.tiles_8), atomicAdd(&shared.counts.tiles_64, c.tiles_64), atomicAdd(&shared.counts.tiles_128, c.tiles_128);
+            atomicAdd(&shared.counts.tiles_64, c.tiles_64), atomicAdd(&shared.counts.tiles_128, c.tiles_128);
         }
         if constexpr (CROWDED) atomicAdd(&shared.counts.crowded, c.crowded);
     }
@@ -31,7 +31,7 @@ __device__ __forceinline__ Counts add_counts(const ExpertdExpertsParams& p, Shar
     }
     __syncthreads();
     c = shared.counts;
-    c.all = shared.tables.offset[p.experts];
+    c.all = shared.tables.offset[p.experts] - shared.tables.offset[0];
     return c;
 }
 

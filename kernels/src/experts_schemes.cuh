@@ -1,5 +1,4 @@
-// What the counts of a launch decide: the shapes of segments (Scheme), the width of token tiles and, for weights of 4 bits, whether the
-// kernel for few rows is faster. All of it is here.
+// What the counts of a launch decide: the shapes of segments (Scheme) and the width of token tiles. All of it is here.
 #pragma once
 
 #include "experts.h"
@@ -64,7 +63,7 @@ struct Counts {
     int longest; // largest number of tokens of an expert
     int active;  // number of experts with tokens
     int all;     // number of tokens of all experts
-    int tiles_8, tiles_64, tiles_128; // numbers of tiles of up to that many tokens (FEW_TOKENS_ALONE)
+    int tiles_64, tiles_128; // numbers of tiles of up to that many tokens (FEW_TOKENS_ALONE)
     int crowded;                      // number of tokens of experts with more than one tile of MAX_TOKENS (W8A8)
 };
 
@@ -109,18 +108,15 @@ struct Cost {
     __host__ __device__ constexpr float of(int tiles, int tokens) const { return tile * tiles + token * tokens; }
 };
 struct Costs {
-    Cost few;    // kernel for few rows: tiles of up to 8 tokens
-    Cost narrow; // persistent kernel: tiles of up to 64
+    Cost narrow; // tiles of up to 64 tokens
     Cost wide;   // tiles of up to 128, which leave room for one k block in a stage
 };
 template <class Format> constexpr Costs costs_of();
-template <> constexpr Costs costs_of<Int4>() { return {{46, 0.5f}, {47.5f, 0.95f}, {86, 0.6f}}; }
+template <> constexpr Costs costs_of<Int4>() { return {{47.5f, 0.95f}, {86, 0.6f}}; }
 template <> constexpr Costs costs_of<Int4Zeros>() { return costs_of<Int4>(); }
-template <> constexpr Costs costs_of<Nvfp4>() { return {{50, 0.5f}, {50.5f, 0.95f}, {71.5f, 0.75f}}; }
-template <> constexpr Costs costs_of<Mxfp4>() { return {{46, 0}, {50.5f, 0.65f}, {63, 0.75f}}; }
-template <> constexpr Costs costs_of<Mxfp8>() { return {{}, {66, 1.9f}, {94, 1.4f}}; }
-constexpr int MEASURED_SMS = 132;
-constexpr float BEGIN_NS = 5000; // what the persistent kernel takes longer until it multiplies, and at its end
+template <> constexpr Costs costs_of<Nvfp4>() { return {{50.5f, 0.95f}, {71.5f, 0.75f}}; }
+template <> constexpr Costs costs_of<Mxfp4>() { return {{50.5f, 0.65f}, {63, 0.75f}}; }
+template <> constexpr Costs costs_of<Mxfp8>() { return {{66, 1.9f}, {94, 1.4f}}; }
 
 // The widest token tile of a scheme with weights as M if nothing is given.
 template <class Format> __device__ __forceinline__ int tile_tokens_for(const Counts& c, Scheme scheme) {
@@ -161,22 +157,6 @@ __device__ __forceinline__ Scheme scheme_for(const ExpertdExpertsParams& p, cons
     if (Format::HALVES && c.longest <= WIDE_TOKENS && k >= WIDE_K && c.active * divide_up(p.hidden, TILE_ROWS) <= int(gridDim.x)) return Scheme::TURNS;
     const int tile = p.tile_tokens != 0 ? p.tile_tokens : tile_tokens_for<Format>(c, Scheme::STRIPS);
     return tile > PAIR_TOKENS && k >= PAIR_K ? Scheme::TOKENS_SHARED : Scheme::STRIPS;
-}
-
-// Formats whose launches may choose between the kernels.
-template <class Format> constexpr bool CHOOSES = false;
-template <> constexpr bool CHOOSES<Int4> = true;
-template <> constexpr bool CHOOSES<Int4Zeros> = true;
-template <> constexpr bool CHOOSES<Nvfp4> = true;
-template <> constexpr bool CHOOSES<Mxfp4> = true;
-
-// Whether the kernel for few rows takes less time. `p.flags` says whether the launch may choose. Both kernels ask, and the other one returns.
-template <class Format> __device__ __forceinline__ bool few_rows_are_faster(const ExpertdExpertsParams& p, const Counts& c) {
-    if ((p.flags & EXPERTD_LAUNCH_BY_COUNTS) == 0) return false;
-    constexpr Costs COSTS = costs_of<Format>();
-    const int units = (2 * p.inter / UNIT_ROWS) * divide_up(p.hidden, BLOCK_K) + p.hidden / UNIT_ROWS * divide_up(p.inter, BLOCK_K); // of an expert
-    const float more = COSTS.few.of(c.tiles_8, c.all) - COSTS.narrow.of(c.tiles_64, c.all); // ns, for a unit on every SM
-    return more * units < BEGIN_NS * MEASURED_SMS; // not the launch's blocks, of which the kernels may have different numbers
 }
 
 } // namespace expertd

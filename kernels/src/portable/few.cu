@@ -225,8 +225,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) portable_few(const __grid_cons
         reinterpret_cast<uint64_t*>(&shared.layer)[threadIdx.x] = reinterpret_cast<const uint64_t*>(p.layers + index)[threadIdx.x];
     }
     bool failed = p.error != nullptr && __ldcg(p.error) != 0;
-    int tiles_64; // not used
-    const int tiles = make_few_tables(p, shared, failed, tiles_64); // its barriers also make the above visible
+    const int tiles = make_few_tables(p, shared, failed); // its barriers also make the above visible
     if (failed) return;
     if (shared.tables.offset[p.experts] > p.panel_rows) {
         if (p.error != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.error = EXPERTD_ERROR_ROWS;

@@ -8,11 +8,11 @@
 mod engine;
 #[cfg(feature = "cuda")]
 pub mod experts;
-#[cfg(any(feature = "cuda", test))]
-pub mod few_rows;
 mod format;
 mod gpus;
 mod host;
+#[cfg(any(feature = "cuda", test))]
+pub mod kernel_choice;
 mod placement;
 #[cfg(feature = "cuda")]
 pub mod windows;

@@ -16,8 +16,8 @@ pub const DRAWN_TILES: [usize; 2] = [8, 16];
 
 /// In place of `tile_rows` and `tile_tokens`: the kernel for few rows.
 pub const FEW_ROWS: [i32; 2] = [-1, 0];
-/// In place of them: the kernel that the device chooses.
-pub const BY_COUNTS: [i32; 2] = [-2, 0];
+/// In place of them: the kernel for many rows ([`experts::W4A8`]) with the tiles that the device chooses.
+pub const MANY_ROWS: [i32; 2] = [-2, 0];
 
 /// Experts in device memory.
 pub struct Loaded {
@@ -244,7 +244,7 @@ impl Launch {
             && matches!(tiles[0], experts::TILE_TOKEN_ROWS | experts::TILE_TOKEN_PAIRS);
         let (flags, [tile_rows, tile_tokens]) = match tiles {
             FEW_ROWS => (experts::FEW_ROWS, [0, 0]),
-            BY_COUNTS => (experts::BY_COUNTS, [0, 0]),
+            MANY_ROWS => (experts::MANY_ROWS, [0, 0]),
             _ if many => (experts::MANY_ROWS, tiles),
             _ => (0, tiles),
         };

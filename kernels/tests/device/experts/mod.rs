@@ -15,7 +15,7 @@ use expertd_kernels::experts;
 use expertd_kernels::path::KernelPath;
 use half::{bf16, f16};
 
-use self::launch::{BY_COUNTS, FEW_ROWS, Step, load};
+use self::launch::{FEW_ROWS, MANY_ROWS, Step, load};
 use self::mlp::{Case, Expert, Range};
 use crate::random::Random;
 use crate::{Options, Outcome};
@@ -175,17 +175,10 @@ fn relative_error(wanted: &[f64], undecided: &[Vec<f64>], found: &[bf16]) -> Res
 /// The kernels of a format with the tiles that the device chooses.
 fn kernels(format: i32) -> &'static [[i32; 2]] {
     match KernelPath::chosen() {
-        KernelPath::Hopper if format == experts::W4A8 => &[[0, 0], [experts::TILE_TOKEN_PAIRS, 0]],
-        KernelPath::Hopper if chooses(format) => &[[0, 0], FEW_ROWS, BY_COUNTS],
+        KernelPath::Hopper if format == experts::W4A8 => &[[0, 0], MANY_ROWS, [experts::TILE_TOKEN_PAIRS, 0]],
         KernelPath::Hopper => &[[0, 0], FEW_ROWS],
         KernelPath::Portable => &[[0, 0], [0, 48], FEW_ROWS],
     }
-}
-
-/// Whether launches of the format can choose their kernel on the device.
-fn chooses(format: i32) -> bool {
-    let formats = [experts::INT4, experts::INT4_ZEROS, experts::NVFP4, experts::MXFP4];
-    KernelPath::chosen() == KernelPath::Hopper && formats.contains(&format)
 }
 
 /// Every tile shape of the format, `[tile_rows, tile_tokens]`, and the kernel for few rows.
@@ -201,7 +194,7 @@ fn shapes(case: &Case) -> Vec<[i32; 2]> {
         }
     }
     if case.format == experts::W4A8 {
-        let many = [[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]];
+        let many = [MANY_ROWS, [experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]];
         return [&[[0, 0], [0, 32], [0, 64], [experts::TILE_TALL, 128]], &many[..]].concat();
     }
     if case.format == experts::BF16 {
@@ -209,9 +202,6 @@ fn shapes(case: &Case) -> Vec<[i32; 2]> {
         shapes.extend([[experts::TILE_TOKEN_ROWS, 0], [experts::TILE_TOKEN_PAIRS, 0]]);
     }
     shapes.push(FEW_ROWS);
-    if chooses(case.format) {
-        shapes.push(BY_COUNTS);
-    }
     shapes
 }
 
@@ -222,7 +212,7 @@ fn ragged(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let mut worst = 0.0_f64;
     let shapes = shapes(case);
     for counts in
-        [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 260]]
+        [[0, 0, 0, 0], [1, 0, 0, 0], [3, 0, 41, 9], [0, 0, 0, 150], [8, 17, 64, 33], [130, 0, 97, 460]]
     {
         let step = Step::draw(random, case.hidden, &counts);
         let expected = expected(case, &all, &step);

@@ -4,7 +4,7 @@ use expertd_kernels::device::Device;
 use expertd_kernels::experts;
 use half::bf16;
 
-use super::launch::{BY_COUNTS, FEW_ROWS, Step, load};
+use super::launch::{FEW_ROWS, Step, load};
 use super::mlp::{Case, Expert};
 use super::{Expected, PLAIN, begin, compare_row, expected_of, shapes, tolerance};
 use crate::random::Random;
@@ -70,8 +70,8 @@ fn check_case(device: &Device, random: &mut Random, case: &Case) -> Outcome {
     let wanted = expected_of(case, &all, &extreme, &special);
     let wanted_of_few = expected_of(case, &all, &of_few, &special);
     for tiles in shapes(case) {
-        let may_be_few = tiles == FEW_ROWS || tiles == BY_COUNTS;
-        let (spoiled, wanted) = if may_be_few { (&of_few, &wanted_of_few) } else { (&extreme, &wanted) };
+        let (spoiled, wanted) =
+            if tiles == FEW_ROWS { (&of_few, &wanted_of_few) } else { (&extreme, &wanted) };
         let failed = |error: String| format!("rows, format {}, tiles {tiles:?}: {error}", case.format);
         let (y, alone) =
             (spoiled.run(device, case, &loaded, tiles)?, usual.run(device, case, &loaded, tiles)?);

@@ -6,11 +6,9 @@ use expertd_kernels::experts;
 use expertd_kernels::path::KernelPath;
 use half::bf16;
 
-use super::launch::{BY_COUNTS, DRAWN_TILES, FEW_ROWS, Launch, Step, load};
+use super::launch::{DRAWN_TILES, Launch, Step, load};
 use super::mlp::{Case, Expert};
-use super::{
-    PLAIN, begin, chooses, compare, compare_row, expected, expected_of, in_parallel, kernels, tolerance,
-};
+use super::{PLAIN, begin, compare, compare_row, expected, expected_of, in_parallel, kernels, tolerance};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
@@ -123,11 +121,8 @@ pub fn skew(options: &Options) -> Outcome {
         println!("skew: format {format}: largest error {worst:.1e}");
         if KernelPath::chosen() == KernelPath::Portable {
             drawn(&device, &mut random, format)?;
-            behind_others(&device, &mut random, format)?;
         }
-        if chooses(format) {
-            choice(&device, &mut random, format)?;
-        }
+        behind_others(&device, &mut random, format)?;
     }
     Ok(())
 }
@@ -187,30 +182,6 @@ fn behind_others(device: &Device, random: &mut Random, format: i32) -> Outcome {
                 .map_err(|error| format!("behind others: format {format}, tiles {tiles:?}: {error}"))?;
         }
     }
-    Ok(())
-}
-
-/// A launch that chooses has the bits of the kernel for few rows if no expert has more than eight rows, and of the other one if experts have
-/// hundreds. The two differ in the order of sums.
-fn choice(device: &Device, random: &mut Random, format: i32) -> Outcome {
-    let case = Case { format, hidden: 1024, inter: 384, ..PLAIN };
-    let few: Vec<usize> = (0..16).map(|expert| expert % 9).collect();
-    let many: Vec<usize> = (0..16).map(|expert| if expert < 8 { 300 + expert } else { 0 }).collect();
-    let all: Vec<Expert> = (0..16).map(|_| case.draw(random)).collect();
-    let loaded = load(device, &case, &all)?;
-    for (counts, wanted, other) in [(few, FEW_ROWS, [0, 0]), (many, [0, 0], FEW_ROWS)] {
-        let step = Step::draw(random, case.hidden, &counts);
-        let bits = |tiles| -> Result<Vec<u16>, Box<dyn std::error::Error>> {
-            Ok(step.run(device, &case, &loaded, tiles)?.into_iter().map(bf16::to_bits).collect())
-        };
-        let (found, wanted, other) = (bits(BY_COUNTS)?, bits(wanted)?, bits(other)?);
-        if found != wanted || found == other {
-            return Err(
-                format!("skew: format {format}, counts {counts:?}: the wrong kernel was chosen").into()
-            );
-        }
-    }
-    println!("skew: format {format}: the counts choose the kernel");
     Ok(())
 }
 

@@ -3,10 +3,10 @@
 use expertd_kernels::device::{Device, Mailbox};
 use expertd_kernels::experts;
 
-use super::launch::{BY_COUNTS, FEW_ROWS, Launch, load};
+use super::launch::{FEW_ROWS, Launch, MANY_ROWS, load};
 use super::mlp::Case;
 use super::sizes::draw;
-use super::{PLAIN, begin, chooses};
+use super::{PLAIN, begin};
 use crate::random::Random;
 use crate::{Options, Outcome};
 
@@ -16,9 +16,7 @@ const CHANGES: u32 = 4000;
 /// Launches with a word that changes; each must end, or the program hangs. Some blocks see it set and return, and others wait for them
 /// until the deadline. Afterwards a launch without an error must compute as before.
 fn check_case(device: &Device, random: &mut Random, case: &Case, tiles: [i32; 2], launches: u64) -> Outcome {
-    // The counts of BY_COUNTS choose the kernel for few rows.
-    let counts = if tiles == BY_COUNTS { [7, 0, 8, 3] } else { [70, 0, 150, 9] };
-    let (all, step) = draw(random, case, &counts, 4);
+    let (all, step) = draw(random, case, &[70, 0, 150, 9], 4);
     let loaded = load(device, case, &all)?;
     let wanted = step.run(device, case, &loaded, tiles)?;
     let word = Mailbox::new(device, 0_u32)?;
@@ -60,14 +58,11 @@ pub fn check(options: &Options) -> Outcome {
         // 256: the two blocks of a pair share the segments, or with W8A8 their weights.
         let pairs =
             if matches!(format, experts::BF16 | experts::W8A8) { experts::TILE_TOKEN_PAIRS } else { 256 };
-        let mut shapes = if format == experts::W4A8 {
-            vec![[0, 0], [experts::TILE_TOKEN_PAIRS, 0]]
+        let shapes = if format == experts::W4A8 {
+            vec![[0, 0], MANY_ROWS, [experts::TILE_TOKEN_PAIRS, 0]]
         } else {
             vec![[0, 0], [256, 0], [pairs, 0], FEW_ROWS]
         };
-        if chooses(format) {
-            shapes.push(BY_COUNTS);
-        }
         for tiles in shapes {
             check_case(&device, &mut random, &case, tiles, launches)?;
         }

@@ -11,7 +11,7 @@ use expertd_kernels::params::{
 use expertd_kernels::path::KernelPath;
 use expertd_kernels::slot::{SlotBuffers, combine_blocks, dispatch_blocks};
 use expertd_rank_cuda::DeviceFormat;
-use expertd_rank_cuda::few_rows::ExpertsLoad;
+use expertd_rank_cuda::kernel_choice::ExpertsLoad;
 
 use crate::{LayerShape, LayerTensors};
 

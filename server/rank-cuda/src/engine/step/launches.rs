@@ -20,8 +20,8 @@ use crate::engine::host_experts::{Chunk, CopiedExperts, Slots, StreamedStep};
 use crate::engine::layers::{Layer, Layers, SharedExperts, gate_params};
 use crate::engine::parts::Parts;
 use crate::experts::activation_code;
-use crate::few_rows::ExpertsLoad;
 use crate::format::DeviceFormat;
+use crate::kernel_choice::ExpertsLoad;
 use expertd_model::Activation;
 
 /// Blocks of the kernel that lists the rows of shared experts.

@@ -1,4 +1,4 @@
-//! Which steps launch the experts' kernels for few and for many rows.
+//! Which of the experts' kernels a step launches, and with which tiles.
 //!
 //! Launches are captured before the routing is known, so the choice follows from the step's shape. All kernels are right for any
 //! routing. The limits are what was measured ([gpu-experts](../../../docs/measurements/gpu-experts.md#the-kernel-for-few-rows)).
