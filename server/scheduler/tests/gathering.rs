@@ -80,7 +80,7 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
                         expected_version: None,
                         in_place: false,
                     };
-                    inbox.submit(now, submission, n).unwrap();
+                    inbox.submit(now, submission, n).expect("the service is open");
                 }
             }
         }
@@ -91,12 +91,12 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
         while let Some(action) = steps.poll(now, &never_left) {
             match action {
                 Action::Launch { step } => {
-                    let launched = steps.in_flight().back().unwrap();
+                    let launched = steps.in_flight().back().expect("a launched step");
                     let takes: Vec<_> = launched.rows.iter().map(|range| senders[&range.key]).collect();
                     let took = step_us(takes.len() as u64);
                     events.insert((now + Duration::from_micros(took - tail_us), Event::Experts(step)));
                     events.insert((now + Duration::from_micros(took), Event::Done(step)));
-                    let from = takes.iter().map(|(_, sent)| *sent).min().unwrap().max(could_form);
+                    let from = takes.iter().map(|(_, sent)| *sent).min().expect("a request").max(could_form);
                     let mut clients: Vec<_> = takes.iter().map(|(n, _)| *n).collect();
                     clients.sort_unstable();
                     formed.push(Formed { clients, held_us: now.since(from).as_micros() as u64 });
@@ -119,7 +119,7 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
 }
 
 fn longest_hold(formed: &[Formed]) -> u64 {
-    formed.iter().map(|step| step.held_us).max().unwrap()
+    formed.iter().map(|step| step.held_us).max().unwrap_or(0)
 }
 
 /// A step of `n` requests costs less than `n` steps.

@@ -278,7 +278,7 @@ impl World {
     }
 
     /// Checks that no request waits while a step could be formed from it.
-    fn check_work_is_done(&self, steps: &StepLoop) -> Result<(), String> {
+    fn check_work_is_done(&mut self, steps: &StepLoop) -> Result<(), String> {
         let (config, now) = (&self.schedule.config, self.asked.get());
         let in_flight = &self.told.in_flight;
         if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
@@ -308,13 +308,14 @@ impl World {
             Some((last, experts_ended)) => (*experts_ended && !last.is_alone, !last.is_alone),
         };
         let only_one = kinds.len() == 1;
+        let holds_back = gathers && now < self.told.gathers_until && config.max_wait.is_none();
+        self.seen.steps_held_back += u64::from(may_form && holds_back && !kinds.is_empty());
         for (kind, (tokens, is_ripe)) in kinds {
             let is_full = tokens >= config.max_tokens_per_step;
             // Full steps do not overtake a step that is held back.
-            let overtakes =
-                gathers && now < self.told.gathers_until && config.max_wait.is_none() && !only_one;
+            let is_behind = holds_back && !only_one;
             ensure!(
-                !may_form || !(is_full && !overtakes || is_ripe || is_draining),
+                !may_form || !(is_full && !is_behind || is_ripe || is_draining),
                 "{tokens} rows of {kind:?} wait although a step could form"
             );
             ensure!(
