@@ -92,6 +92,7 @@ impl StepLoop {
         } else {
             (ripe_kinds.next()?, None)
         };
+        // The kind whose turn it is waits, and no other one overtakes it, so that a wait holds nothing back twice.
         let gathers_until = || oldest(&kind).and_then(|oldest| self.gathering.until(oldest.connection));
         let gathers = self.config.max_wait.is_none()
             && !is_urgent(&kind)

@@ -8,6 +8,7 @@ use crate::{ConnectionKey, Time};
 const SHARE: u32 = 8;
 /// A wait that could only be shorter than this does not begin: no answer reaches a client and brings the next call sooner.
 const MIN_WAIT: Duration = Duration::from_micros(20);
+/// Longest wait. A step that a debugger or a suspend stopped says nothing about clients.
 const MAX_WAIT: Duration = Duration::from_millis(5);
 /// Number of connections that are waited for. With more, a step has rows enough.
 const MAX_AWAITED: usize = 64;
