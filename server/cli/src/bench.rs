@@ -26,8 +26,8 @@ use super::exit::CommandError;
 use super::serve::gpu_bytes;
 use super::units::{bytes, count};
 use expertd_core::backend::{
-    Answer, Backend, ClientKey, ModelInfo, Pending, RankPlacement, Receipt, Request, RequestId, ServiceState,
-    StepTiming,
+    Answer, Backend, ClientKey, ConnectionKey, ModelInfo, Pending, RankPlacement, Receipt, Request,
+    RequestId, ServiceState, StepTiming,
 };
 use expertd_core::steps::Service;
 use expertd_ipc::control::DeviceKind;
@@ -266,6 +266,7 @@ impl Bench {
         let request = Request {
             id: RequestId(self.next_id),
             client: ClientKey(0),
+            connection: ConnectionKey(0),
             layer,
             tokens,
             dtype: self.dtype,

@@ -9,7 +9,9 @@ use std::time::Instant;
 use bytes::Bytes;
 
 use self::unowned::UNOWNED;
-use crate::backend::{ClientKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId};
+use crate::backend::{
+    ClientKey, ConnectionKey, GivenRouting, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, Request, RequestId,
+};
 use crate::failure::{Failure, Violation};
 use expertd_types::{DType, LayerId, NoFingerprint, WeightFingerprint, WeightVersion};
 
@@ -20,6 +22,8 @@ pub struct Envelope {
     pub id: RequestId,
     /// Its client, for fairness.
     pub client: ClientKey,
+    /// Its connection or session.
+    pub connection: ConnectionKey,
     /// Time after which the answer is of no use to the caller.
     pub deadline: Option<Instant>,
 }
@@ -119,6 +123,7 @@ pub fn check_any(model: &ModelInfo, asked: Asked, envelope: Envelope) -> Result<
     Ok(Some(Request {
         id: envelope.id,
         client: envelope.client,
+        connection: envelope.connection,
         layer: asked.layer,
         tokens,
         dtype,

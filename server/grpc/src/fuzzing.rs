@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use expertd_core::backend::{ClientKey, RequestId};
+use expertd_core::backend::{ClientKey, ConnectionKey, RequestId};
 use expertd_core::fuzzing::{check_request, model};
 use expertd_core::listen::Address;
 use expertd_core::validate::Envelope;
@@ -27,7 +27,8 @@ pub fn request(data: &[u8]) {
 
 fn check(message: ForwardRequest) {
     let model = model();
-    let envelope = Envelope { id: RequestId(1), client: ClientKey(1), deadline: None };
+    let envelope =
+        Envelope { id: RequestId(1), client: ClientKey(1), connection: ConnectionKey(1), deadline: None };
     let request = match validate(&model, message, envelope) {
         Ok(Some(request)) => request,
         Ok(None) => return,

@@ -34,7 +34,7 @@ pub use fault::{Fault, FaultKind};
 pub use inbox::{Delivery, Inbox, Refusal};
 pub use queue::{AGED_STEP_INTERVAL, MAX_DEBT_STEPS, MAX_IDLE_CLIENTS, MAX_SKIPPED};
 pub use recovery::{RecoveryPolicy, jittered};
-pub use request::{ClientKey, Receipt, RequestKey, StepKind, Submission, Unanswered};
+pub use request::{ClientKey, ConnectionKey, Receipt, RequestKey, StepKind, Submission, Unanswered};
 pub use step_loop::{
     Action, Config, End, OnFault, RankRows, SWEEP_INTERVAL, ServiceState, Step, StepLoop, spread,
 };

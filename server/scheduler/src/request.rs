@@ -27,6 +27,10 @@ impl fmt::Display for RequestKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientKey(pub u64);
 
+/// The connection or session of a request. Steps wait for those of the last step to send their next requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ConnectionKey(pub u64);
+
 /// The properties that all requests of one step share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StepKind {
@@ -41,6 +45,8 @@ pub struct StepKind {
 pub struct Submission {
     /// The client that is charged.
     pub client: ClientKey,
+    /// The connection or session that it came by.
+    pub connection: ConnectionKey,
     /// The kind of step that computes it.
     pub kind: StepKind,
     /// Number of rows, at least 1.

@@ -3,6 +3,7 @@
 mod admission;
 mod answering;
 mod forming;
+mod gathering;
 mod generation;
 mod interface;
 mod spread;
@@ -14,13 +15,14 @@ use std::time::Duration;
 use expertd_types::{Generation, LayerId, StepId, WeightVersion};
 
 use self::admission::Told;
+use self::gathering::Gathering;
 pub use self::interface::{Action, Config, End, OnFault, RankRows, ServiceState, Step};
 pub use self::spread::spread;
 use crate::hash::KeyMap;
 use crate::queue::FairQueue;
 use crate::recovery::Recovery;
 use crate::throughput::Throughput;
-use crate::{ClientKey, Fault, RequestKey, StepKind, Time, Unanswered};
+use crate::{ClientKey, ConnectionKey, Fault, RequestKey, StepKind, Time, Unanswered};
 
 /// Waiting requests are checked for deadlines and for callers that left at least this often.
 pub const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
@@ -29,6 +31,7 @@ pub const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug)]
 struct Request {
     client: ClientKey,
+    connection: ConnectionKey,
     kind: StepKind,
     tokens: usize,
     deadline: Option<Time>,
@@ -97,8 +100,7 @@ pub struct StepLoop {
     /// Number of rows of suspects that are not in a step.
     suspect_tokens: usize,
     in_flight: VecDeque<Step>,
-    /// When the last step was done, and how long it took from its forming on.
-    last_done: (Time, Duration),
+    gathering: Gathering,
     /// The generation that forms, runs, or whose ranks are being ended.
     group: Option<GroupLife>,
     /// Set while ranks are being ended. Steps in flight then have no answer yet, and may still get one.
@@ -147,7 +149,7 @@ impl StepLoop {
             suspects: BTreeSet::new(),
             suspect_tokens: 0,
             in_flight: VecDeque::new(),
-            last_done: (Time(0), Duration::ZERO),
+            gathering: Gathering::default(),
             group: None,
             leaving: None,
             last_generation: 0,

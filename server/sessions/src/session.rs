@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use expertd_core::backend::{Attachment, ClientKey, RequestId, SessionStatus};
+use expertd_core::backend::{
+    Attachment, ClientKey, ConnectionKey, RequestId, SessionStatus, next_connection,
+};
 use expertd_core::validate::Envelope;
 use expertd_session::wire::{CompletionRecord, frame};
 use expertd_telemetry::{RequestMetrics, code_name};
@@ -28,6 +30,7 @@ pub(crate) struct Opener {
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
+    connection: ConnectionKey,
     opener: Opener,
     socket: Arc<UnixStream>,
     opened: Instant,
@@ -45,6 +48,7 @@ impl Session {
     pub(crate) fn new(number: u64, opener: Opener, socket: UnixStream, metrics: Arc<RequestMetrics>) -> Self {
         Session {
             number,
+            connection: next_connection(),
             opener,
             socket: Arc::new(socket),
             opened: Instant::now(),
@@ -147,7 +151,7 @@ impl Session {
     pub(crate) fn envelope(&self, began: Instant, timeout_us: u64) -> Envelope {
         let timeout = (timeout_us > 0).then(|| Duration::from_micros(timeout_us));
         let deadline = timeout.and_then(|timeout| began.checked_add(timeout));
-        Envelope { id: RequestId::next(), client: self.opener.client, deadline }
+        Envelope { id: RequestId::next(), client: self.opener.client, connection: self.connection, deadline }
     }
 
     /// Counts a call that was admitted.

@@ -274,9 +274,9 @@ settings! {
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST", in "Limits";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
     max_queued_tokens: usize = None, env "EXPERTD_MAX_QUEUED_TOKENS", in "Limits";
-    /// Time in microseconds that the oldest request waits for others to join its step, from its arrival, or from the end of the last
-    /// step if that was under way then [default: 0]
-    max_wait_us: u64 = Some(0), env "EXPERTD_MAX_WAIT_US", in "Limits";
+    /// Time in microseconds that the oldest request waits for others to join its step, from its arrival [default: up to an eighth of the
+    /// last step's time, for the connections of that step]
+    max_wait_us: u64 = None, env "EXPERTD_MAX_WAIT_US", in "Limits";
     /// Number of slots (sets of step buffers), at least 2, so that copies of one step overlap compute of another [default: 2]
     slots: u32 = Some(2), env "EXPERTD_SLOTS", in "Ranks and devices";
     /// CPU cores to use, e.g. 0-7,16 [default: all that this process may run on]
@@ -390,7 +390,7 @@ mod tests {
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
              admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
-             max_wait_us=0 slots=2 cores=- memory_rates=\"gpu=4000,host=85,pcie=55,gpu-tflops=530,core-gflops=59\" liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
+             max_wait_us=- slots=2 cores=- memory_rates=\"gpu=4000,host=85,pcie=55,gpu-tflops=530,core-gflops=59\" liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );
     }

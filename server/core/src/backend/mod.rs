@@ -12,12 +12,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use expertd_scheduler::{ClientKey, ServiceState};
+pub use expertd_scheduler::{ClientKey, ConnectionKey, ServiceState};
 use expertd_types::{ExpertPlacement, WeightFingerprint, WeightVersion};
 use tokio::sync::{oneshot, watch};
 
 pub use self::model::{Limits, MAX_NAME_BYTES, ModelInfo, MoeLayerInfo, RankPlacement, owned_ranges};
-pub use self::request::{Answer, GivenRouting, Receipt, Request, RequestId, StepTiming, client_key};
+pub use self::request::{
+    Answer, GivenRouting, Receipt, Request, RequestId, StepTiming, client_key, next_connection,
+};
 pub use self::status::{Attachment, RankState, RankStatus, ServiceStatus, SessionStatus};
 pub use crate::expert_rows::{ExpertRows, LayerRows};
 use crate::failure::Failure;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use expertd_scheduler::ClientKey;
+use expertd_scheduler::{ClientKey, ConnectionKey};
 use expertd_types::{DType, Generation, LayerId, Phase, StepId, WeightFingerprint, WeightVersion};
 
 /// Number of a request, unique within the process; logs and spans carry it.
@@ -21,6 +21,13 @@ impl RequestId {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         RequestId(NEXT.fetch_add(1, Ordering::Relaxed))
     }
+}
+
+/// The key of a new connection or session.
+#[must_use]
+pub fn next_connection() -> ConnectionKey {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    ConnectionKey(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// The key of a client with a name, which its connections and sessions share.
@@ -56,6 +63,8 @@ pub struct Request {
     pub id: RequestId,
     /// Client of the request, for fairness.
     pub client: ClientKey,
+    /// Its connection or session, whose next request a step may wait for.
+    pub connection: ConnectionKey,
     /// A layer with an MoE block.
     pub layer: LayerId,
     /// Number of rows, `1..=Limits::max_tokens_per_request`.

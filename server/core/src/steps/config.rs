@@ -18,8 +18,9 @@ pub struct SchedulerConfig {
     pub max_tokens_per_step: usize,
     /// Largest number of waiting rows. An empty queue accepts a request of any size.
     pub max_queued_tokens: usize,
-    /// How long the oldest request waits for others to join its step.
-    pub max_wait: Duration,
+    /// How long the oldest request waits for others to join its step. `None`: for the connections of the last step, up to an eighth of
+    /// its time.
+    pub max_wait: Option<Duration>,
     /// Time that requests in flight have after a drain begins, unless the drain sets its own.
     pub drain_timeout: Duration,
     /// Whether requests without a complete answer are retried or failed after a fault of the EP group.

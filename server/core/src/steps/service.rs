@@ -122,6 +122,7 @@ impl Service {
         let top_k = request.routing.as_ref().map_or(own_k, |given| given.k);
         Submission {
             client: request.client,
+            connection: request.connection,
             kind: StepKind { layer: request.layer, top_k },
             tokens: request.tokens,
             deadline: request.deadline.map(|deadline| self.shared.time(deadline)),
@@ -208,7 +209,7 @@ impl Backend for Service {
         let (queued, waiting_since) = (front.inbox.queued_tokens(), front.waiting_since);
         drop(front);
         let activity = *self.shared.activity.lock().unwrap_or_else(PoisonError::into_inner);
-        let max_wait = self.shared.config.max_wait;
+        let max_wait = self.shared.config.max_wait.unwrap_or_default();
         let age = activity.standstill(waiting_since, Instant::now(), self.step_timeout, max_wait);
         let age = age.filter(|_| queued > 0)?;
         Some(format!("{queued} tokens wait, and no step has begun or ended for {:.0} s", age.as_secs_f64()))

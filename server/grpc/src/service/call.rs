@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::access::Pass;
 use crate::bytes::budget::Charges;
-use expertd_core::backend::{ClientKey, RequestId};
+use expertd_core::backend::{ClientKey, ConnectionKey, RequestId};
 use expertd_core::failure::Failure;
 use expertd_core::validate::Envelope;
 use expertd_telemetry::{RequestTrace, TraceParent};
@@ -21,6 +21,7 @@ const MAX_MARGIN: Duration = Duration::from_millis(10);
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(crate) client: ClientKey,
+    pub(crate) connection: ConnectionKey,
     /// Counts the tokens of a client that has a name.
     pub(crate) client_tokens: Option<Counter>,
     /// Time at which the service answers DEADLINE_EXCEEDED.
@@ -46,7 +47,7 @@ impl Call {
 
     /// The context of the next request of this call.
     pub(crate) fn envelope(&self, deadline: Option<Instant>) -> Envelope {
-        Envelope { id: RequestId::next(), client: self.client, deadline }
+        Envelope { id: RequestId::next(), client: self.client, connection: self.connection, deadline }
     }
 }
 

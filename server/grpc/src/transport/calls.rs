@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -26,7 +25,7 @@ use crate::bytes::budget::{Budget, CALL_BYTES, Charges, Owner};
 use crate::service::call::{Call, deadline};
 use crate::service::convert;
 use crate::status::status_of;
-use expertd_core::backend::{Backend, ClientKey, client_key};
+use expertd_core::backend::{Backend, ClientKey, ConnectionKey, client_key, next_connection};
 use expertd_core::failure::Failure;
 use expertd_telemetry::{RequestMetrics, TraceParent, code_name, names};
 
@@ -68,7 +67,7 @@ impl Services {
 
 /// The peer of a connection and, once it has called, its client.
 pub(crate) struct ServedConnection {
-    pub(super) key: ClientKey,
+    pub(super) key: ConnectionKey,
     /// Ends the connection once its calls have finished.
     pub(super) close: CancellationToken,
     services: Arc<Services>,
@@ -115,9 +114,8 @@ impl ServedConnection {
         places: &Arc<ConnectionPlaces>,
         place: &ConnectionPlace,
     ) -> ServedConnection {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         ServedConnection {
-            key: ClientKey(NEXT.fetch_add(1, Ordering::Relaxed)),
+            key: next_connection(),
             close: CancellationToken::new(),
             services: Arc::clone(services),
             peer,
@@ -139,7 +137,7 @@ impl ServedConnection {
         };
         let Some(name) = name else {
             return Ok(CallIdentity {
-                key: self.key,
+                key: ClientKey(self.key.0),
                 owner: Arc::clone(&self.owner),
                 tokens: None,
                 name: None,
@@ -230,6 +228,7 @@ impl ServedConnection {
             let headers = request.headers();
             let call = Call {
                 client: caller.key,
+                connection: self.key,
                 client_tokens: caller.tokens,
                 deadline: deadline_at,
                 charges: Arc::clone(&charges),

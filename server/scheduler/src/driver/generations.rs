@@ -89,7 +89,7 @@ impl<R: Ranks> Driver<R> {
         let ended = self.ranks.experts_ended();
         if let Some(step) = ended.filter(|_| ended != self.experts_ended) {
             self.experts_ended = ended;
-            self.steps.experts_ended(generation, step);
+            self.steps.experts_ended(generation, step, self.ranks.now());
         }
     }
 

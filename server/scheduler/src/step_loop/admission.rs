@@ -70,8 +70,10 @@ impl StepLoop {
         for mail in delivery.0 {
             keep(mail.key, mail.payload);
             let submission = mail.submission;
+            self.gathering.arrived(submission.connection);
             let request = Request {
                 client: submission.client,
+                connection: submission.connection,
                 kind: submission.kind,
                 tokens: submission.tokens,
                 deadline: submission.deadline,

@@ -7,10 +7,13 @@ use crate::{Receipt, RequestKey, Time};
 
 impl StepLoop {
     /// Event: the experts phase of `step`, and of every earlier step, has ended on all ranks.
-    pub fn experts_ended(&mut self, generation: Generation, step: StepId) {
+    pub fn experts_ended(&mut self, generation: Generation, step: StepId, now: Time) {
         if self.generation() == Some(generation) {
             for earlier in self.in_flight.iter_mut().filter(|earlier| earlier.id <= step) {
                 earlier.experts_ended = true;
+            }
+            if let Some(last) = self.in_flight.back().filter(|last| last.experts_ended) {
+                self.gathering.experts_ended(last.formed, now);
             }
         }
     }
@@ -30,7 +33,9 @@ impl StepLoop {
             self.trial = None;
         }
         self.throughput.add(done.tokens, done.formed, now);
-        self.last_done = (now, now.since(done.formed));
+        if self.in_flight.is_empty() {
+            self.gathering.experts_ended(done.formed, now);
+        }
         let mut last = None;
         for range in &done.rows {
             let Some(request) = self.requests.get_mut(&range.key) else { continue };

@@ -35,20 +35,15 @@ impl StepLoop {
     /// Time at which a request has waited long enough for others to join its step, if a step could form then. Requests that have
     /// already waited long enough are taken by the next `poll`, or after an event.
     pub(super) fn next_ripe(&self, now: Time) -> Option<Time> {
-        if self.config.max_wait.is_zero() || !self.may_form(true) {
+        if !self.may_form(true) {
             return None;
         }
+        let Some(max_wait) = self.config.max_wait else {
+            return self.gathering.end().filter(|end| *end > now && !self.queue.is_empty());
+        };
         let oldest = |kind| self.queue.oldest(kind).and_then(|key| self.requests.get(&key));
-        let due = self.queue.kinds().filter_map(oldest).map(|request| self.due(request));
+        let due = self.queue.kinds().filter_map(oldest).map(|request| request.admitted + max_wait);
         due.filter(|due| *due > now).min()
-    }
-
-    /// Time at which a request has waited long enough for others to join its step: `max_wait` after its admission, or after the end of
-    /// the last step if that was under way then, because callers of that step may come back and join it. A step that is still under way
-    /// counts only when it has ended.
-    fn due(&self, request: &Request) -> Time {
-        let (done, took) = self.last_done;
-        request.admitted.max(done.min(request.admitted + took)) + self.config.max_wait
     }
 
     /// Whether a step of waiting requests could be formed now.
@@ -77,14 +72,16 @@ impl StepLoop {
             return self.in_flight.is_empty().then_some(Choice::Suspect(*key));
         }
         let full = |kind: &StepKind| self.queue.tokens_of(*kind) >= self.config.max_tokens_per_step;
+        let oldest = |kind: &StepKind| self.queue.oldest(*kind).and_then(|key| self.requests.get(&key));
+        // Requests that lost a step have already waited.
+        let is_urgent = |kind: &StepKind| {
+            self.drain.is_some() || full(kind) || oldest(kind).is_some_and(|oldest| oldest.lost_steps > 0)
+        };
+        let max_wait = self.config.max_wait.unwrap_or_default();
         let ripe = |kind: &StepKind| {
-            self.config.max_wait.is_zero()
-                || self.drain.is_some()
-                || full(kind)
-                || self.queue.oldest(*kind).and_then(|key| self.requests.get(&key)).is_some_and(
-                    // Requests that lost a step have already waited.
-                    |oldest| oldest.lost_steps > 0 || now >= self.due(oldest),
-                )
+            max_wait.is_zero()
+                || is_urgent(kind)
+                || oldest(kind).is_some_and(|oldest| now >= oldest.admitted + max_wait)
         };
         let is_aged = self.steps_since_aged + 1 >= AGED_STEP_INTERVAL;
         let mut ripe_kinds = self.queue.kinds().filter(ripe);
@@ -95,7 +92,12 @@ impl StepLoop {
         } else {
             (ripe_kinds.next()?, None)
         };
-        self.may_form(full(&kind)).then_some(Choice::Kind { kind, lead })
+        // The kind whose turn it is waits, and no other one overtakes it, so that a wait holds nothing back twice.
+        let gathers_until = || oldest(&kind).and_then(|oldest| self.gathering.until(oldest.connection));
+        let gathers = self.config.max_wait.is_none()
+            && !is_urgent(&kind)
+            && gathers_until().is_some_and(|until| now < until);
+        (self.may_form(full(&kind)) && !gathers).then_some(Choice::Kind { kind, lead })
     }
 
     fn form_shared(
@@ -152,6 +154,10 @@ impl StepLoop {
         let id = StepId(self.last_step);
         let is_trial = takes.is_empty();
         let tokens = if is_trial { 1 } else { takes.iter().map(|take| take.tokens).sum() };
+        let shared = takes.iter().filter(|_| !is_alone);
+        let taken = shared.filter_map(|take| self.requests.get(&take.key));
+        let arrived = taken.clone().map(|request| request.admitted).min().unwrap_or(now);
+        self.gathering.formed(taken.map(|request| request.connection), arrived, now);
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
         let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {

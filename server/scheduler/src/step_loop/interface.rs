@@ -20,9 +20,9 @@ pub struct Config {
     pub max_tokens_per_step: usize,
     /// Largest number of ranges of rows that one rank accepts in one step.
     pub max_segments_per_rank: usize,
-    /// Time that the oldest request waits for others to join its step, from its admission, or from the end of the last
-    /// step if that was under way then.
-    pub max_wait: Duration,
+    /// Time that the oldest request waits for others to join its step, from its admission. `None`: requests wait for the connections of
+    /// the last step, up to an eighth of that step's time.
+    pub max_wait: Option<Duration>,
     /// The treatment of requests without an answer after a fault.
     pub on_fault: OnFault,
     /// Rules for forming generations again.

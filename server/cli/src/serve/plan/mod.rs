@@ -320,11 +320,12 @@ fn scheduler(
     machine: &Machine,
     rules: ReloadRules,
 ) -> Result<SchedulerConfig, PlanError> {
-    let max_wait_us = within("max-wait-us", given.max_wait_us.0.unwrap_or(0), 0, 60_000_000)?;
+    let max_wait_us =
+        given.max_wait_us.0.map(|wait| within("max-wait-us", wait, 0, 60_000_000)).transpose()?;
     Ok(SchedulerConfig {
         max_tokens_per_step,
         max_queued_tokens,
-        max_wait: Duration::from_micros(max_wait_us),
+        max_wait: max_wait_us.map(Duration::from_micros),
         on_fault: given.on_fault.0.unwrap_or_default(),
         drain_timeout: millis("drain-timeout-ms", &given.drain_timeout_ms)?,
         expert_metrics: given.expert_metrics.0.unwrap_or(false),

@@ -288,6 +288,7 @@ impl World {
         }
         let submission = Submission {
             client: expertd_scheduler::ClientKey(1),
+            connection: expertd_scheduler::ConnectionKey(1),
             kind: self.schedule.kinds[0],
             tokens: 1,
             deadline: None,

@@ -110,12 +110,13 @@ impl World {
         if let Some((_, false)) = in_flight.back() {
             ensure!(is_full, "step {id} forms with {waiting} rows while an experts phase runs");
         }
-        let is_ripe = |caller: &Caller| caller.lost > 0 || self.asked.get() >= self.ripe_at(caller);
+        let is_ripe = |caller: &Caller| caller.lost > 0 || self.asked.get() >= self.ripe_at(caller, false);
         ensure!(
             step.is_alone
                 || is_full
                 || self.dropped_tokens > 0
                 || self.drain.is_some()
+                || config.max_wait.is_none()
                 || self.kind_waiting(step.kind).any(is_ripe),
             "step {id} of {waiting} rows forms before others have had time to join it"
         );
@@ -137,7 +138,7 @@ impl World {
 
     /// Checks that waiting requests are served within the number of steps that their place in the queue implies.
     pub(super) fn check_waits(&self) -> Result<(), String> {
-        if !self.schedule.config.max_wait.is_zero() {
+        if self.schedule.config.max_wait.is_some_and(|wait| !wait.is_zero()) {
             return Ok(());
         }
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
@@ -228,12 +229,27 @@ impl World {
         Ok(())
     }
 
-    /// Time from which on a request need not wait for others: `max_wait` after its admission, or after the step that was in flight then.
-    fn ripe_at(&self, caller: &Caller) -> Time {
-        let (done, took) = self.told.last_done;
-        let was_in_flight = done.since(caller.admitted) <= took;
-        let from = if was_in_flight { caller.admitted.max(done) } else { caller.admitted + took };
-        from + self.schedule.config.max_wait
+    /// Time from which on a request need not wait for others.
+    fn ripe_at(&self, caller: &Caller, gathers: bool) -> Time {
+        match self.schedule.config.max_wait {
+            Some(wait) => caller.admitted + wait,
+            None if gathers => caller.admitted.max(self.told.gathers_until),
+            None => caller.admitted,
+        }
+    }
+
+    /// Whether requests of some client wait that may be held back until clients of the last step have sent their next ones.
+    fn gathers(&self) -> bool {
+        let mut waiting =
+            self.open.iter().map(|index| &self.callers[*index]).filter(|c| c.is_received && c.waits());
+        !self.told.absent.is_empty() && waiting.any(|caller| !self.told.absent.contains(&caller.client))
+    }
+
+    /// Notes that the step loop is told of the end of the last step's experts phase.
+    pub(super) fn note_experts(&mut self, formed: Time) {
+        let wait = self.now.since(formed) / 8;
+        let wait = if wait < Duration::from_micros(20) { Duration::ZERO } else { wait };
+        self.told.gathers_until = self.now + wait.min(Duration::from_millis(5));
     }
 
     /// Checks that the thread does not sleep past a time at which something is due.
@@ -250,9 +266,10 @@ impl World {
         let can_form = self.told.in_flight.len() < config.slots
             && self.told.in_flight.back().is_none_or(|(last, ended)| *ended && !last.is_alone);
         if self.told.serving.is_some() && can_form && !self.told.is_replaced {
+            let gathers = self.gathers();
             for caller in self.open.iter().map(|index| &self.callers[*index]) {
                 if caller.is_received && waits(steps, caller) && caller.lost == 0 {
-                    due = due.min(self.ripe_at(caller));
+                    due = due.min(self.ripe_at(caller, gathers));
                 }
             }
         }
@@ -261,7 +278,7 @@ impl World {
     }
 
     /// Checks that no request waits while a step could be formed from it.
-    fn check_work_is_done(&self, steps: &StepLoop) -> Result<(), String> {
+    fn check_work_is_done(&mut self, steps: &StepLoop) -> Result<(), String> {
         let (config, now) = (&self.schedule.config, self.asked.get());
         let in_flight = &self.told.in_flight;
         if self.told.serving.is_none() || self.end.is_some() || in_flight.len() >= config.slots {
@@ -271,6 +288,7 @@ impl World {
             ensure!(!in_flight.is_empty(), "a generation is not replaced though no step is in flight");
             return Ok(());
         }
+        let gathers = self.gathers();
         let mut kinds: BTreeMap<StepKind, (usize, bool)> = BTreeMap::new();
         for caller in self.open.iter().map(|index| &self.callers[*index]) {
             if !caller.is_received || !waits(steps, caller) {
@@ -282,7 +300,7 @@ impl World {
             }
             let (tokens, is_ripe) = kinds.entry(caller.kind).or_default();
             *tokens += caller.waiting_tokens();
-            *is_ripe |= now >= self.ripe_at(caller);
+            *is_ripe |= now >= self.ripe_at(caller, gathers);
         }
         let is_draining = self.drain.is_some() && !self.inbox.has_mail();
         let (may_form, may_form_full) = match in_flight.back() {
@@ -290,10 +308,14 @@ impl World {
             Some((last, experts_ended)) => (*experts_ended && !last.is_alone, !last.is_alone),
         };
         let only_one = kinds.len() == 1;
+        let holds_back = gathers && now < self.told.gathers_until && config.max_wait.is_none();
+        self.seen.steps_held_back += u64::from(may_form && holds_back && !kinds.is_empty());
         for (kind, (tokens, is_ripe)) in kinds {
             let is_full = tokens >= config.max_tokens_per_step;
+            // Full steps do not overtake a step that is held back.
+            let is_behind = holds_back && !only_one;
             ensure!(
-                !may_form || !(is_full || is_ripe || is_draining),
+                !may_form || !(is_full && !is_behind || is_ripe || is_draining),
                 "{tokens} rows of {kind:?} wait although a step could form"
             );
             ensure!(
@@ -361,9 +383,11 @@ impl World {
         };
         let at = self.told.in_flight.iter().position(|(running, _)| running.id == step);
         let at = at.filter(|at| *at == 0 || self.told.leaving.is_some());
-        let Some((done, _)) = at.and_then(|at| self.told.in_flight.remove(at)) else { return };
+        let Some((done, has_ended)) = at.and_then(|at| self.told.in_flight.remove(at)) else { return };
         self.told.steps_done += 1;
-        self.told.last_done = (self.now, self.now.since(done.formed));
+        if !has_ended && self.told.in_flight.is_empty() {
+            self.note_experts(done.formed);
+        }
         self.told.fruitless = 0;
         self.verdicts.remove(&done.kind.layer);
         for range in done.rows.iter().filter(|range| range.key != RequestKey::TRIAL) {

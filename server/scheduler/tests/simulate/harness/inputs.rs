@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use expertd_scheduler::{Ask, ClientKey, Fault, FaultKind, Refusal, RequestKey, StepLoop, Submission, Time};
+use expertd_scheduler::{
+    Ask, ClientKey, ConnectionKey, Fault, FaultKind, Refusal, RequestKey, StepLoop, Submission, Time,
+};
 use expertd_types::{MemoryId, WeightVersion};
 
 use super::callers::Caller;
@@ -115,6 +117,7 @@ impl World {
         let kind = self.schedule.kinds[kind];
         let submission = Submission {
             client: ClientKey(client),
+            connection: ConnectionKey(client),
             kind,
             tokens,
             deadline,
@@ -213,7 +216,7 @@ impl World {
         let step = self.told.in_flight.front().map_or(step, |(running, _)| running.id);
         let fault = Fault { kind: FaultKind::Exit, message: "stale".to_owned() };
         steps.step_done(generation, step, self.now);
-        steps.experts_ended(generation, step);
+        steps.experts_ended(generation, step, self.now);
         steps.group_ready(generation, WeightVersion(999), self.now);
         steps.group_ended(generation, &fault);
     }

@@ -51,6 +51,8 @@ impl Callers for World {
 
     fn keep(&mut self, _key: RequestKey, index: usize) {
         self.callers[index].is_received = true;
+        let client = self.callers[index].client;
+        self.told.absent.retain(|absent| *absent != client);
         self.callers[index].waits_since = self.asked.get();
     }
 
@@ -235,6 +237,10 @@ impl Machine for World {
 
     fn experts_ended(&mut self) -> Option<StepId> {
         let ended = self.ended_experts()?;
+        if let Some((last, false)) = self.told.in_flight.back().filter(|(last, _)| last.id <= ended) {
+            let formed = last.formed;
+            self.note_experts(formed);
+        }
         for (earlier, has_ended) in &mut self.told.in_flight {
             *has_ended |= earlier.id <= ended;
         }
@@ -247,6 +253,7 @@ impl Machine for World {
         let checked = self.check_step(step).and_then(|()| self.check_named_memories(step));
         self.demand(checked);
         self.dropped_tokens = 0;
+        self.told.absent.clear();
         let mut is_poison = self.schedule.broken == Some(step.kind.layer);
         let (mut tells, mut is_in_place) = (true, false);
         for range in &step.rows {
@@ -256,6 +263,9 @@ impl Machine for World {
                 continue;
             };
             caller.begun = range.rows.end;
+            if !step.is_alone {
+                self.told.absent.push(caller.client);
+            }
             is_poison |= caller.is_poison;
             tells &= caller.memory.is_some() && caller.tokens <= self.schedule.config.max_tokens_per_step;
             is_in_place |= caller.memory.is_some();

@@ -23,6 +23,7 @@ expertd_test_seed::seen!(
     answers,
     split_requests_answered,
     steps,
+    steps_held_back,
     faults,
     steps_lost,
     answers_after_a_lost_step,

@@ -36,8 +36,9 @@ pub(super) struct Told {
     pub(super) steps_done: u64,
     /// The steps in flight, and whether the step loop was told that their experts phase ended.
     pub(super) in_flight: VecDeque<(Step, bool)>,
-    /// When the last step was done, and its time from forming on.
-    pub(super) last_done: (Time, Duration),
+    /// Clients of the last step that have sent nothing since, and the longest wait for them.
+    pub(super) absent: Vec<u64>,
+    pub(super) gathers_until: Time,
     /// When the last generation ended, and the pause that must follow.
     pub(super) ended_at: Time,
     pub(super) pause: Duration,

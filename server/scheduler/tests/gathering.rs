@@ -1,0 +1,175 @@
+//! Closed loops of clients against a step loop whose steps take a given time: which requests share a step, and how long they are held
+//! back.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use expertd_scheduler::{
+    Action, ClientKey, Config, ConnectionKey, Inbox, OnFault, RecoveryPolicy, RequestKey, StepKind, StepLoop,
+    Submission, Time,
+};
+use expertd_types::{Generation, LayerId, StepId, WeightVersion};
+
+/// A client that sends its next request `think_us` after an answer.
+#[derive(Clone, Copy)]
+struct Client {
+    connection: u64,
+    starts_us: u64,
+    think_us: u64,
+    leaves_us: u64,
+}
+
+const fn client(connection: u64, starts_us: u64, think_us: u64) -> Client {
+    Client { connection, starts_us, think_us, leaves_us: 1 << 40 }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Experts(StepId),
+    Done(StepId),
+    Send(usize),
+}
+
+/// A step: its clients, and how long it was held back although it could have been formed.
+struct Formed {
+    clients: Vec<usize>,
+    held_us: u64,
+}
+
+fn at(us: u64) -> Time {
+    Time(us * 1000)
+}
+
+/// Runs steps that take `step_us(requests)`, of which the last `tail_us` after the experts phase, for `end_us`.
+fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u64) -> Vec<Formed> {
+    let mut steps = StepLoop::new(Config {
+        ranks: 1,
+        slots: 2,
+        max_tokens_per_step: 1024,
+        max_segments_per_rank: 1024,
+        max_wait: None,
+        on_fault: OnFault::Retry,
+        recovery: RecoveryPolicy::default(),
+        seed: 1,
+    });
+    let mut inbox: Inbox<usize> = Inbox::new(1 << 20, 1);
+    let (first, never_left) = (Generation(1), |_: RequestKey| false);
+    while steps.poll(at(0), &never_left).is_some() {}
+    steps.group_ready(first, WeightVersion(1), at(0));
+    drop(steps.exchange(&mut inbox, at(0)));
+    let starts = clients.iter().enumerate().map(|(n, client)| (at(client.starts_us), Event::Send(n)));
+    let mut events: BTreeSet<(Time, Event)> = starts.collect();
+    let (mut senders, mut formed) = (HashMap::new(), Vec::new());
+    let (mut now, mut could_form) = (at(0), at(0));
+    while now < at(end_us) {
+        while events.first().is_some_and(|(due, _)| *due <= now) {
+            let Some((_, event)) = events.pop_first() else { break };
+            match event {
+                Event::Experts(step) => {
+                    could_form = now;
+                    steps.experts_ended(first, step, now);
+                }
+                Event::Done(step) => steps.step_done(first, step, now),
+                Event::Send(n) => {
+                    let submission = Submission {
+                        client: ClientKey(1),
+                        connection: ConnectionKey(clients[n].connection),
+                        kind: StepKind { layer: LayerId(0), top_k: 8 },
+                        tokens: 1,
+                        deadline: None,
+                        expected_version: None,
+                        in_place: false,
+                    };
+                    inbox.submit(now, submission, n).expect("the service is open");
+                }
+            }
+        }
+        let delivery = steps.exchange(&mut inbox, now);
+        steps.receive(delivery, now, |key, n| {
+            senders.insert(key, (n, now));
+        });
+        while let Some(action) = steps.poll(now, &never_left) {
+            match action {
+                Action::Launch { step } => {
+                    let launched = steps.in_flight().back().expect("a launched step");
+                    let takes: Vec<_> = launched.rows.iter().map(|range| senders[&range.key]).collect();
+                    let took = step_us(takes.len() as u64);
+                    events.insert((now + Duration::from_micros(took - tail_us), Event::Experts(step)));
+                    events.insert((now + Duration::from_micros(took), Event::Done(step)));
+                    let from = takes.iter().map(|(_, sent)| *sent).min().expect("a request").max(could_form);
+                    let mut clients: Vec<_> = takes.iter().map(|(n, _)| *n).collect();
+                    clients.sort_unstable();
+                    formed.push(Formed { clients, held_us: now.since(from).as_micros() as u64 });
+                }
+                Action::Answer { key, .. } => {
+                    let n = senders[&key].0;
+                    let next = now + Duration::from_micros(clients[n].think_us);
+                    if next < at(clients[n].leaves_us) {
+                        events.insert((next, Event::Send(n)));
+                    }
+                }
+                Action::FormGroup { .. } | Action::Show { .. } => {}
+                other => panic!("unexpected {other:?}"),
+            }
+        }
+        let next = events.first().map_or(Time(u64::MAX), |(due, _)| *due);
+        now = next.min(steps.wake_at(now)).max(Time(now.0 + 1));
+    }
+    formed
+}
+
+fn longest_hold(formed: &[Formed]) -> u64 {
+    formed.iter().map(|step| step.held_us).max().unwrap_or(0)
+}
+
+/// A step of `n` requests costs less than `n` steps.
+const fn shared(n: u64) -> u64 {
+    800 + 200 * n
+}
+
+#[test]
+fn clients_that_come_back_soon_share_every_step() {
+    for tail in [0, 20] {
+        let clients = [client(1, 0, 60), client(2, 300, 90), client(3, 1100, 40), client(4, 1900, 30)];
+        let formed = run(&clients, shared, tail, 100_000);
+        assert!(formed.len() > 55, "{}", formed.len());
+        assert!(formed[5..].iter().all(|step| step.clients == [0, 1, 2, 3]));
+    }
+}
+
+#[test]
+fn a_connection_does_not_wait_for_itself() {
+    let one = run(&[client(1, 0, 60)], shared, 20, 100_000);
+    assert!(one.len() > 90 && longest_hold(&one) == 0);
+    // With two calls under way, as an engine with two batches has, steps are as early as they can be.
+    let two = run(&[client(1, 0, 60), client(1, 500, 60)], shared, 20, 100_000);
+    assert!(two.len() > 90 && longest_hold(&two) == 0);
+}
+
+#[test]
+fn short_steps_are_never_held_back() {
+    let formed = run(&[client(1, 0, 5), client(2, 20, 5), client(3, 40, 5)], |n| 100 + n, 10, 100_000);
+    assert!(formed.len() > 500 && longest_hold(&formed) == 0);
+}
+
+#[test]
+fn a_client_that_leaves_is_waited_for_once() {
+    let mut clients = [client(1, 0, 60), client(2, 0, 60), client(3, 0, 60)];
+    clients[2].leaves_us = 50_000;
+    let formed = run(&clients, shared, 0, 100_000);
+    let last = formed.iter().rposition(|step| step.clients.contains(&2)).unwrap();
+    assert!(last > 20 && formed.len() > last + 20);
+    // An eighth of a step of three.
+    assert_eq!(formed[last + 1].held_us, 1400 / 8 - 60);
+    assert!(formed[last + 2..].iter().all(|step| step.held_us == 0 && step.clients == [0, 1]));
+}
+
+#[test]
+fn clients_that_need_longer_are_hardly_waited_for() {
+    // Two clients whose own work takes longer than a step's eighth take turns.
+    let formed = run(&[client(1, 0, 300), client(2, 600, 300)], |_| 1000, 20, 2_000_000);
+    let held = formed.iter().filter(|step| step.held_us > 0);
+    let all: u64 = held.clone().map(|step| step.held_us).sum();
+    assert!(held.clone().count() > 6, "each is tried again now and then");
+    assert!(longest_hold(&formed) <= 1000 / 8 && all < 2_000_000 / 400, "{all} us of waits");
+}
