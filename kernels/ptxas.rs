@@ -4,13 +4,13 @@
 /// loops over k, but for portable products and one or two numbers that do not change, which a k block of 4-bit weights loads.
 const MAY_SPILL: [(&str, u32); 15] = [
     ("experts_kernelINS_4Bf16E", 64),
-    ("experts_kernelINS_5Mxfp4E", 320),
-    ("experts_kernelINS_4W8a8E", 192),
+    ("experts_kernelINS_5Mxfp4E", 128),
+    ("experts_kernelINS_4W8a8E", 128),
     ("experts_kernelINS_4W4a8E", 896),
-    ("experts_kernelINS_8W4a8RowsE", 384),
+    ("experts_kernelINS_8W4a8RowsE", 288),
     ("experts_kernelINS_6Int4OfILb0E", 832),
-    ("experts_kernelINS_6Int4OfILb1E", 1184),
-    ("experts_kernelINS_5Nvfp4E", 512),
+    ("experts_kernelINS_6Int4OfILb1E", 1056),
+    ("experts_kernelINS_5Nvfp4E", 352),
     ("experts_few_kernelINS_9FewInt4OfI", 16),
     ("gateILi8ELi8E", 16),
     ("combineILi", 96),

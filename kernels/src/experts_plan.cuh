@@ -35,6 +35,13 @@ __device__ __forceinline__ Counts add_counts(const ExpertdExpertsParams& p, Shar
     return c;
 }
 
+// The same value, of which the compiler does not know how it follows from others. It would otherwise derive what a scheme means again
+// wherever that is asked, which takes longer than a register, in main loops, too.
+__device__ __forceinline__ int settled(int value) {
+    asm("" : "+r"(value));
+    return value;
+}
+
 // Computes the plan and the prefix sums over the experts. All threads must call it.
 template <class Format>
 __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared& shared, const TwoCounts& two, const Counts& c) {
@@ -43,12 +50,12 @@ __device__ __forceinline__ Plan make_plan(const ExpertdExpertsParams& p, Shared&
     const Scheme scheme = scheme_for<Format>(p, shared.layer, c);
 
     Plan plan;
-    plan.pairs = in_pairs(scheme);
-    plan.token_rows = rows_are_tokens(scheme);
-    plan.share_weights = weights_are_shared(scheme);
-    plan.in_turn = scheme == Scheme::TURNS;
+    plan.pairs = settled(in_pairs(scheme));
+    plan.token_rows = Format::TOKEN_ROWS && settled(rows_are_tokens(scheme));
+    plan.share_weights = Format::TOKEN_ROWS && settled(weights_are_shared(scheme));
+    plan.in_turn = Format::HALVES && settled(scheme == Scheme::TURNS);
     plan.late_draw = FP8_ROWS<Format> || plan.token_rows;
-    plan.block_rows = is_tall(scheme) ? TALL_ROWS : Format::TILE_ROWS;
+    plan.block_rows = FP8_ROWS<Format> ? TALL_ROWS : Format::HALVES ? settled(is_tall(scheme) ? TALL_ROWS : TILE_ROWS) : Format::TILE_ROWS;
     plan.tile_tokens = plan.token_rows      ? ROW_TILE_TOKENS
                        : p.tile_tokens != 0 ? min(p.tile_tokens, Format::MAX_TOKENS)
                                             : tile_tokens_for<Format>(c, scheme);

@@ -204,13 +204,14 @@ class Caller:
 
 @pytest.mark.parametrize("kind", processes.FAULTS)
 def test_faults_strike_a_service_whose_answers_stay_the_same(folder, kind):
-    with expertd.serve(folder, ranks=1) as service, service.client() as client:
+    with expertd.serve(folder, ranks=1, liveness_timeout_ms=2000) as service, service.client() as client:
         before = processes.figures_of(service.metrics_url)["generation"]
         job = dict(seed=5, vocabulary=100, prompt=1, tokens=400, service_pid=service.process.pid, admin_address=service.admin_address)
         found = jobs.fault(Caller(client), job, {"id": f"{kind}-3", "kind": kind, "batch": 3})
         assert found["equal"] == found["sequences"] == 3 * found["runs"] and found["all_tokens"]
         assert processes.figures_of(service.metrics_url)["generation"] > before
-        assert kind != "stop" or found["pause_ms"] > found["usual_ms"]
+        # A rank that is stopped counts as lost after the timeout, and the calls wait for that.
+        assert kind != "stop" or found["pause_ms"] > 1800
 
 
 def test_intervals_begin_with_the_output_that_has_so_many_tokens():

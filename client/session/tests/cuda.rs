@@ -63,6 +63,19 @@ fn stream() -> CUstream {
     stream
 }
 
+/// Stops a process and waits until all its threads stand still: on a busy machine they run on for a while.
+fn stop(process: &Child) {
+    Command::new("kill").args(["-STOP", &process.id().to_string()]).status().unwrap();
+    let is_stopped = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap();
+        stat.rsplit_once(") ").unwrap().1.starts_with('T')
+    };
+    let tasks = || std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+    while !tasks().all(|task| is_stopped(task.unwrap())) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Not a test: the process that stands in for the service. Its rank answers calls by copies on its GPU's stream.
 #[test]
 #[ignore = "the process of the service in other tests"]
@@ -328,7 +341,7 @@ fn streams_are_freed_when_the_service_is_killed() {
         // SAFETY: a live stream.
         ok(unsafe { sys::cuStreamSynchronize(stream) });
         // The service takes no doorbell while it is stopped.
-        Command::new("kill").args(["-STOP", &service.child.id().to_string()]).status().unwrap();
+        stop(&service.child);
         for _ in 0..5 {
             enqueue().unwrap();
         }

@@ -50,6 +50,7 @@ def parser(about):
     made.add_argument("--layers", type=int, default=24)
     modes = "stock: no service; apart: it has a GPU of its own; shared: it has the engine's GPU. One after the other"
     made.add_argument("--mode", choices=MODES, nargs="+", default=["stock", "shared"], help=modes)
+    made.add_argument("--gate", choices=["engine", "service"], nargs="+", default=["engine"], help="whose gate chooses experts")
     made.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256], help="requests that decode together")
     made.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     made.add_argument("--tokens", type=int, default=64, help="decode steps of a repetition, and greedy tokens that are compared")

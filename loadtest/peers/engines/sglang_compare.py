@@ -179,7 +179,6 @@ def main():
     parser = cells.parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="everything but the engine, without a GPU")
     args = parser.parse_args()
-    args.gate = ["engine"]
     args.device = "cpu" if args.dry_run else "cuda"
     cells.main(args, "SGLang", __file__, lambda job: {}, ["--dry-run"] if args.dry_run else [])
 

@@ -120,7 +120,6 @@ def variables(job, own_process):
 
 def parser(about):
     made = cells.parser(about)
-    made.add_argument("--gate", choices=["engine", "service"], nargs="+", default=["engine"], help="whose gate chooses experts")
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     made.add_argument("--graphs", help="vLLM's cudagraph_mode, such as FULL_DECODE_ONLY [default: vLLM's]")
     made.add_argument("--own-process", action="store_true", help="vLLM's engine in a process of its own, as its server has it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -82,3 +83,19 @@ def check_layers(engine: str, layers: set[int], served: Model, otherwise: str = 
             f"the service has MoE layers {sorted(theirs)}, and {engine}'s model has {sorted(layers)} whose experts can be remote; "
             f"connect to a service that holds the same checkpoint, or {otherwise}"
         )
+
+
+def softmax_gate(served: MoeLayer) -> tuple[bool, bool]:
+    """Whether the service's gate is a softmax without groups, bias of the choice and scale, and whether the chosen weights have the sum 1."""
+    gate = json.loads(served.gate_json)
+    scores, normalise = gate["scores"]["kind"], gate["normalise"]
+    # A softmax over the chosen experts is a softmax over all of them whose chosen weights are divided by their sum.
+    renormalises = scores == "softmax_of_chosen" or normalise == {"kind": "sum", "epsilon": 0.0}
+    is_plain = (
+        (scores == "softmax_of_chosen" or (scores == "softmax" and (renormalises or normalise["kind"] == "no")))
+        and gate["groups"] is None
+        and not gate["correction_bias"]
+        and gate["scale"] == 1.0
+        and gate["choice"]["kind"] != "token_ids"
+    )
+    return is_plain, renormalises

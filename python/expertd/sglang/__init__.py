@@ -38,8 +38,6 @@ def register() -> None:
 
     try:
         refuse_other_versions("SGLang", sglang.__version__, TRIED, settings.any_version)
-        if settings.service_gate:
-            raise UnsupportedError("EXPERTD_GATE=service is supported with vLLM only; unset it, so that SGLang's gate chooses the experts")
         install()
     except UnsupportedError as error:
         raise SystemExit(f"expertd: {error}") from error

@@ -5,14 +5,19 @@ Arguments are SGLang's objects; they are only read, so this module does not impo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._engines.check import refuse
+from .._engines.check import refuse, softmax_gate
 from .._errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .._native import MoeLayer
 
 _LOAD_FORMATS = ("auto", "safetensors")
 # With other runners SGLang's gate leaves the choice of experts to the kernels that compute them.
 _RUNNERS = ("auto", "triton")
+# Blocks that compute `experts(rows, topk(rows, gate(rows)[0]))` and need scores and choice for nothing else.
+_BLOCKS = ("Qwen3MoeSparseMoeBlock",)
 
 
 def check_engine(arguments: Any) -> None:
@@ -62,3 +67,33 @@ def check_engine(arguments: Any) -> None:
             f"moe_runner_backend is {arguments.moe_runner_backend!r}, with which SGLang's gate chooses no experts; start SGLang with "
             "--moe-runner-backend triton"
         )
+
+
+def check_gate(block: Any, arguments: Any, served: MoeLayer) -> None:
+    """Refuses the service's gate for an MoE block unless it chooses and weighs experts as the block's own."""
+    name = type(block).__name__
+    if name not in _BLOCKS:
+        raise UnsupportedError(f"EXPERTD_GATE=service was not tried with {name}; unset it, so that SGLang's gate chooses the experts")
+    mine = block.topk.topk_config
+    is_plain, renormalises = softmax_gate(served)
+    is_own = (
+        mine.scoring_func == "softmax"
+        and not mine.use_grouped_topk
+        and mine.custom_routing_function is None
+        and mine.correction_bias is None
+        and mine.routed_scaling_factor in (None, 1.0)
+        and block.experts.quant_method.scale == 1.0
+        and not mine.num_fused_shared_experts
+    )
+    refuse(
+        {
+            f"EXPERTD_GATE=service for layer {served.layer}, whose gate at the service is {served.gate!r},": (
+                not (is_plain and is_own) or renormalises != mine.renormalize,
+                "needs the same softmax gate on both sides, without groups, bias of the choice and scale",
+            ),
+            "enable_return_routed_experts with EXPERTD_GATE=service": (
+                bool(getattr(arguments, "enable_return_routed_experts", False)),
+                "needs a choice of experts that SGLang would not have",
+            ),
+        }
+    )

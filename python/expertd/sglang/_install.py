@@ -18,7 +18,7 @@ from .._engines.connection import connect
 from .._engines.guard import preceded, replace
 from .._engines.settings import Settings
 from .._errors import UnsupportedError
-from ._check import check_engine
+from ._check import check_engine, check_gate
 
 _LAYER = ("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE", "__init__")
 _LOADER = ("sglang.srt.model_loader.loader", "DefaultModelLoader", "load_weights_and_postprocess")
@@ -113,9 +113,30 @@ def _without_expert_tensors(original: Any, model: nn.Module, weights: Any, targe
     if hasattr(config, "model_type") and hasattr(config, "hidden_size"):
         check_model("SGLang", {config.model_type}, config.hidden_size, remote.model)
     check_layers("SGLang", layers, remote.model)
+    if settings.service_gate:
+        _without_gates(model, layers, remote)
     folder = get_server_args().model_path
     if settings.check_weights and os.path.isdir(folder):
         check_content(folder, remote.model, "set EXPERTD_CHECK_WEIGHTS=0")
     logger.info("The routed experts of %d layers are served by %s.", len(layers), settings.address)
     kept: Any = ((name, tensor) for name, tensor in weights if not is_expert_tensor(name, layers))
     return original(model, kept, target_device)
+
+
+def _without_gates(model: nn.Module, layers: set[int], remote: Any) -> None:
+    """The blocks of these layers compute no scores and choose no experts. They keep their modules, which have the checkpoint's weights."""
+    from sglang.srt.runtime_context import get_server_args
+
+    from ._method import NoChoice, RemoteExpertsMethod
+
+    found = set()
+    for block in list(model.modules()):
+        method = getattr(getattr(block, "experts", None), "quant_method", None)
+        if not isinstance(method, RemoteExpertsMethod):
+            continue
+        check_gate(block, get_server_args(), remote.layer(method.layer))
+        found.add(method.layer)
+        block.gate.forward = lambda rows: (None, None)
+        block.topk.forward = lambda rows, scores, **_: NoChoice()
+    if found != layers:
+        raise UnsupportedError(f"EXPERTD_GATE=service does not know the gates of layers {sorted(layers - found)}; unset it")

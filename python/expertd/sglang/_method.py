@@ -14,8 +14,12 @@ from .._engines.method import WithoutWeights
 from .._errors import UnsupportedError
 
 
+class NoChoice:
+    """In place of a choice of experts, which is the service's."""
+
+
 class RemoteExpertsMethod(WithoutWeights, FusedMoEMethodBase):
-    """A method whose layer holds no weights. SGLang's gate chooses and weighs experts, and the service applies the choice.
+    """A method whose layer holds no weights. SGLang's gate chooses and weighs experts, and the service applies the choice or makes it.
 
     SGLang adds shared experts itself. Scaling factors of routed experts are the method's part.
     """
@@ -37,7 +41,8 @@ class RemoteExpertsMethod(WithoutWeights, FusedMoEMethodBase):
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
         """Rows `[tokens, hidden]` with the experts that the gate chose; the result has the shape and dtype of the rows."""
         rows, routing = dispatch_output.hidden_states, dispatch_output.topk_output
-        if not TopKOutputChecker.format_is_standard(routing) or dispatch_output.hidden_states_scale is not None:
+        chosen = not isinstance(routing, NoChoice)
+        if (chosen and not TopKOutputChecker.format_is_standard(routing)) or dispatch_output.hidden_states_scale is not None:
             raise UnsupportedError(
                 f"layer {self.layer} got rows or a choice of experts in a form for SGLang's own kernels; start SGLang with "
                 "--moe-runner-backend triton"
@@ -48,5 +53,7 @@ class RemoteExpertsMethod(WithoutWeights, FusedMoEMethodBase):
                 "a call of remote experts goes through host memory and cannot be captured in a CUDA graph; start SGLang with "
                 "--disable-cuda-graph, or set EXPERTD_SESSION=cuda and the session socket of a service on this host"
             )
+        if not chosen:
+            return StandardCombineInput(hidden_states=remote.routed(self.layer, rows, None, None))
         weights = routing.topk_weights if self.scale == 1.0 else routing.topk_weights * self.scale
         return StandardCombineInput(hidden_states=remote.routed(self.layer, rows, routing.topk_ids, weights))

@@ -5,7 +5,6 @@ Arguments are vLLM's configuration objects; they are only read, so this module d
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ def check_engine(config: Any, cpu: bool, session: Session | None = None) -> None
             ),
             "overlap of batches (enable_dbo, ubatch_size)": (
                 bool(getattr(parallel, "use_ubatching", False)),
-                "was not tried with remote experts, whose calls follow one another",
+                "needs an all-to-all backend (DeepEP, NIXL EP), in whose place the service is",
             ),
             "EPLB (enable_eplb)": (parallel.enable_eplb, "moves experts between vLLM's ranks, and the service holds them"),
             "LoRA on experts (enable_lora)": (
@@ -156,17 +155,7 @@ def check_gate(experts: Any, config: Any, served: MoeLayer) -> None:
     Both are compared as functions of logits, which vLLM computes in the model's dtype and the service in float32. Only softmax gates are
     compared: vLLM splits others between its router and the layers around it.
     """
-    gate = json.loads(served.gate_json)
-    scores, normalise = gate["scores"]["kind"], gate["normalise"]
-    # A softmax over the chosen experts is a softmax over all of them whose chosen weights are divided by their sum.
-    renormalises = scores == "softmax_of_chosen" or normalise == {"kind": "sum", "epsilon": 0.0}
-    is_served = (
-        (scores == "softmax_of_chosen" or (scores == "softmax" and (renormalises or normalise["kind"] == "no")))
-        and gate["groups"] is None
-        and not gate["correction_bias"]
-        and gate["scale"] == 1.0
-        and gate["choice"]["kind"] != "token_ids"
-    )
+    is_served, renormalises = check.softmax_gate(served)
     is_own = (
         experts.scoring_func == "softmax"
         and not experts.use_grouped_topk

@@ -89,6 +89,50 @@ def test_models_load_everything_but_remote_experts(engine):
         loader.load_weights_and_postprocess(loading, iter(()), torch.device("cpu"))
 
 
+class Qwen3MoeSparseMoeBlock(torch.nn.Module):
+    """SGLang's block of this name, without parallelism."""
+
+    def __init__(self, model, number):
+        super().__init__()
+        self.gate = torch.nn.Linear(model.hidden, model.moe_layers[number].num_experts, bias=False)
+        self.topk = torch.nn.Identity()
+        self.topk.topk_config = sg.of(
+            scoring_func="softmax", use_grouped_topk=False, custom_routing_function=None, correction_bias=None, routed_scaling_factor=None,
+            num_fused_shared_experts=0, renormalize=True,
+        )
+        self.experts = layer_of(model, number)
+
+    def forward(self, rows):
+        scores, _ = self.gate(rows)
+        return self.experts(rows, self.topk(rows, scores))
+
+
+def test_with_the_services_gate_a_block_computes_no_scores(engine, monkeypatch):
+    model, service = engine
+    monkeypatch.setenv("EXPERTD_GATE", "service")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Qwen3MoeSparseMoeBlock(model, n) for n in range(len(model.moe_layers)))
+
+        def load_weights(self, weights):
+            list(weights)
+
+    loading, loader = Model(), sys.modules[sg.LOADER].DefaultModelLoader
+    loader.load_weights_and_postprocess(loading, iter(()), torch.device("cpu"))
+    rows = torch.randn(11, model.hidden)
+    for block, served in zip(loading.blocks, model.moe_layers, strict=True):
+        with service.client() as client:
+            answer = client.forward(served.layer, rows, shared_experts="exclude")
+        np.testing.assert_allclose(block(rows).numpy(), np.asarray(answer.rows), rtol=1e-5, atol=1e-6)
+    other = torch.nn.Module()
+    other.layers = torch.nn.ModuleList(layer_of(model, n) for n in range(len(model.moe_layers)))
+    other.load_weights = list
+    with pytest.raises(expertd.UnsupportedError, match="does not know the gates of layers"):
+        loader.load_weights_and_postprocess(other, iter(()), torch.device("cpu"))
+
+
 def test_another_model_and_fused_shared_experts_are_refused(engine, monkeypatch):
     model, _ = engine
     served = model.moe_layers[0]

@@ -1,5 +1,6 @@
 """What the plugin for SGLang accepts and refuses. These tests need neither SGLang nor torch."""
 
+import json
 import sys
 import types
 
@@ -7,7 +8,7 @@ import pytest
 
 import expertd
 from expertd.sglang import TRIED, register
-from expertd.sglang._check import check_engine
+from expertd.sglang._check import check_engine, check_gate
 
 ONE_RANK = dict(
     tp_size=1, ep_size=1, dp_size=1, pp_size=1, attn_cp_size=1, moe_a2a_backend="none", enable_eplb=False, enable_lora=None,
@@ -46,15 +47,58 @@ def test_a_wrong_variable_ends_the_process(monkeypatch, name, value):
         register()
 
 
-def test_the_services_gate_ends_the_process(monkeypatch):
-    pytest.importorskip("torch", reason="the plugin imports it")
-    stub = types.ModuleType("sglang")
-    stub.__version__ = next(iter(TRIED))
-    monkeypatch.setitem(sys.modules, "sglang", stub)
-    monkeypatch.setenv("EXPERTD_ADDRESS", "unix:/run/expertd.sock")
-    monkeypatch.setenv("EXPERTD_GATE", "service")
-    with pytest.raises(SystemExit, match="EXPERTD_GATE=service is supported with vLLM only"):
-        register()
+class Qwen3MoeSparseMoeBlock:
+    """A block of SGLang's with this name, as far as its gate is concerned."""
+
+    def __init__(self, scale=1.0, **changes):
+        own = dict(
+            scoring_func="softmax", use_grouped_topk=False, custom_routing_function=None, correction_bias=None,
+            routed_scaling_factor=None, num_fused_shared_experts=0, renormalize=True,
+        )
+        self.topk = types.SimpleNamespace(topk_config=types.SimpleNamespace(**{**own, **changes}))
+        self.experts = types.SimpleNamespace(quant_method=types.SimpleNamespace(scale=scale))
+
+
+def served(**changes):
+    gate = dict(
+        scores=dict(kind="softmax"), normalise=dict(kind="sum", epsilon=0.0), groups=None, correction_bias=False, scale=1.0,
+        choice=dict(kind="scores"),
+    )
+    return types.SimpleNamespace(layer=1, gate="in words", gate_json=json.dumps({**gate, **changes}))
+
+
+def test_a_gate_that_chooses_alike_can_be_the_services():
+    check_gate(Qwen3MoeSparseMoeBlock(), types.SimpleNamespace(), served())
+    check_gate(Qwen3MoeSparseMoeBlock(renormalize=False), types.SimpleNamespace(), served(normalise=dict(kind="no")))
+
+
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        (dict(scoring_func="sigmoid"), {}),
+        (dict(use_grouped_topk=True), {}),
+        (dict(custom_routing_function=print), {}),
+        (dict(correction_bias=[0.0]), {}),
+        (dict(routed_scaling_factor=2.5), {}),
+        (dict(scale=2.5), {}),
+        (dict(num_fused_shared_experts=1), {}),
+        (dict(renormalize=False), {}),
+        ({}, dict(normalise=dict(kind="no"))),
+        ({}, dict(scores=dict(kind="sigmoid"))),
+        ({}, dict(correction_bias=True)),
+        ({}, dict(scale=2.5)),
+    ],
+)
+def test_other_gates_stay_sglangs(mine, theirs):
+    with pytest.raises(expertd.UnsupportedError, match="layer 1, .*'in words', needs the same softmax gate"):
+        check_gate(Qwen3MoeSparseMoeBlock(**mine), types.SimpleNamespace(), served(**theirs))
+
+
+def test_the_services_gate_is_refused_for_other_blocks_and_where_the_choice_is_returned():
+    with pytest.raises(expertd.UnsupportedError, match="was not tried with SimpleNamespace"):
+        check_gate(types.SimpleNamespace(), types.SimpleNamespace(), served())
+    with pytest.raises(expertd.UnsupportedError, match="enable_return_routed_experts"):
+        check_gate(Qwen3MoeSparseMoeBlock(), types.SimpleNamespace(enable_return_routed_experts=True), served())
 
 
 @pytest.mark.parametrize(

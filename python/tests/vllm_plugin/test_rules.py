@@ -120,7 +120,7 @@ def engine(**changes):
         (dict(pipeline_parallel_size=2), "pipeline parallelism.* some of the layers"),
         (dict(prefill_context_parallel_size=2), "prefill context parallelism.* adds up"),
         (dict(enable_expert_parallel=True), "expert parallelism.* holds them all"),
-        (dict(use_ubatching=True), "overlap of batches.* follow one another"),
+        (dict(use_ubatching=True), "overlap of batches.* all-to-all backend"),
         (dict(enable_eplb=True), "EPLB.* moves experts"),
         (dict(lora_config=of(target_modules=None)), "LoRA.* weights that adapters would change.*lora_target_modules"),
         (dict(lora_config=of(target_modules=["o_proj", "experts"])), "LoRA on experts"),

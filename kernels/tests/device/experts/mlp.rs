@@ -4,8 +4,8 @@ use expertd_compute::experts::reference::quantised;
 use expertd_kernels::experts;
 use half::bf16;
 
+use super::is_fp8;
 use super::stored::{Stored, code_range, group_scales};
-use super::{is_fp8, is_int4};
 use crate::random::Random;
 
 /// Of the activations that have them.
@@ -72,15 +72,13 @@ impl Case {
         let fp8 = is_fp8(self.format);
         let rows = if fp8 { quantised(x, false) } else { x.to_vec() };
         let h: Vec<f64> = (0..self.inter).map(|f| self.feature(expert, f, &rows, weight).0).collect();
-        let h = if fp8 {
+        let h: Vec<f64> = if fp8 {
             let weighted: Vec<f64> = h.iter().map(|h| h * on_output).collect();
             quantised(&weighted, false).iter().map(|h| h / on_output).collect()
-        } else if is_int4(self.format) {
-            // Kernels hold h in bf16, with the routing weight. Zero points add the same to many elements of down, where
-            // the rounding of a few large features may be twice the tolerance of a row's other errors.
-            h.iter().map(|h| bf16::from_f32((h * on_output) as f32).to_f64() / on_output).collect()
         } else {
-            h
+            // Kernels hold h in bf16, with the routing weight. Where the terms of an output cancel each other, as they may in all rows of
+            // down that have the same codes, or the same zero points, this rounding alone can exceed the tolerance.
+            h.iter().map(|h| bf16::from_f32((h * on_output) as f32).to_f64() / on_output).collect()
         };
         let bias = |f: usize| f64::from(expert.down_bias[f]);
         let y = (0..self.hidden).map(|f| (expert.down.dot(f, &h) + bias(f)) * on_output);

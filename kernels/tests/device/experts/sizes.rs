@@ -177,6 +177,12 @@ fn behind_others(device: &Device, random: &mut Random, format: i32) -> Outcome {
         launch.params.expert_offsets += size_of::<i32>() as u64;
         launch.params.experts -= 1;
         let y = launch.run()?;
+        if y[..COUNTS[0] * case.hidden].iter().any(|value| value.to_bits() != 0xffff) {
+            return Err(format!(
+                "behind others: format {format}, tiles {tiles:?}: written before the first row"
+            )
+            .into());
+        }
         for (&assignment, wanted) in assignments.iter().zip(&wanted) {
             compare_row(assignment, wanted, &y, tolerance(format))
                 .map_err(|error| format!("behind others: format {format}, tiles {tiles:?}: {error}"))?;
