@@ -65,13 +65,17 @@ fn stream() -> CUstream {
 
 /// Stops a process and waits until all its threads stand still: on a busy machine they run on for a while.
 fn stop(process: &Child) {
-    Command::new("kill").args(["-STOP", &process.id().to_string()]).status().unwrap();
+    let sent = Command::new("kill").args(["-STOP", &process.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+    // A thread that has ended has no file.
     let is_stopped = |task: std::fs::DirEntry| {
-        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap();
-        stat.rsplit_once(") ").unwrap().1.starts_with('T')
+        let stat = std::fs::read_to_string(task.path().join("stat")).ok();
+        stat.is_none_or(|stat| stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('T')))
     };
     let tasks = || std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+    let begin = Instant::now();
     while !tasks().all(|task| is_stopped(task.unwrap())) {
+        assert!(begin.elapsed() < Duration::from_secs(10), "the process does not stop");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -91,9 +91,18 @@ def check_gate(block: Any, arguments: Any, served: MoeLayer) -> None:
                 not (is_plain and is_own) or renormalises != mine.renormalize,
                 "needs the same softmax gate on both sides, without groups, bias of the choice and scale",
             ),
-            "enable_return_routed_experts with EXPERTD_GATE=service": (
-                bool(getattr(arguments, "enable_return_routed_experts", False)),
+        }
+        | {
+            f"{name} with EXPERTD_GATE=service": (
+                bool(getattr(arguments, name, None)),
                 "needs a choice of experts that SGLang would not have",
+            )
+            for name in ("enable_return_routed_experts", "expert_distribution_recorder_mode", "enable_expert_distribution_metrics")
+        }
+        | {
+            "the prefill backend tc_piecewise with EXPERTD_GATE=service": (
+                getattr(arguments, "cuda_graph_backend_prefill", None) == "tc_piecewise",
+                "was not tried; start SGLang with another --cuda-graph-backend-prefill",
             ),
         }
     )

@@ -139,7 +139,7 @@ def _named(model: PreTrainedModel) -> tuple[Remote, Mode, bool] | None:
         )
     if settings.service_gate:
         raise UnsupportedError(
-            'EXPERTD_GATE=service is supported with vLLM only; unset it, or load the model inside of remote_experts(…, mode="block"), which '
+            'EXPERTD_GATE=service is for vLLM and SGLang; unset it, or load the model inside of remote_experts(…, mode="block"), which '
             "leaves gates and shared experts to the service"
         )
     _refuse_other_versions()

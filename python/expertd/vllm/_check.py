@@ -5,6 +5,7 @@ Arguments are vLLM's configuration objects; they are only read, so this module d
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 

@@ -41,7 +41,7 @@ def test_a_name_of_transformers_stands_for_the_service_at_expertd_address(served
         load(folder, experts_implementation="expertd")
     monkeypatch.setenv("EXPERTD_ADDRESS", way(service, session))
     monkeypatch.setenv("EXPERTD_GATE", "service")
-    with pytest.raises(expertd.UnsupportedError, match="EXPERTD_GATE=service is supported with vLLM only.*mode=\"block\""):
+    with pytest.raises(expertd.UnsupportedError, match="EXPERTD_GATE=service is for vLLM and SGLang.*mode=\"block\""):
         load(folder, experts_implementation="expertd")
     monkeypatch.delenv("EXPERTD_GATE")
     monkeypatch.setenv("EXPERTD_SESSION", session or "")
