@@ -17,10 +17,13 @@ struct Client {
     starts_us: u64,
     think_us: u64,
     leaves_us: u64,
+    /// Its requests go to these layers in turn.
+    layers: (u32, u32),
+    deadline_us: Option<u64>,
 }
 
 const fn client(connection: u64, starts_us: u64, think_us: u64) -> Client {
-    Client { connection, starts_us, think_us, leaves_us: 1 << 40 }
+    Client { connection, starts_us, think_us, leaves_us: 1 << 40, layers: (0, 1), deadline_us: None }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,18 +39,32 @@ struct Formed {
     held_us: u64,
 }
 
+/// The default, and steps that form as soon as they can.
+const WAITS: [Option<Duration>; 2] = [None, Some(Duration::ZERO)];
+
 fn at(us: u64) -> Time {
     Time(us * 1000)
 }
 
 /// Runs steps that take `step_us(requests)`, of which the last `tail_us` after the experts phase, for `end_us`.
 fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u64) -> Vec<Formed> {
+    run_layers(None, clients, |_, requests| step_us(requests), tail_us, end_us)
+}
+
+/// The same with steps that take `step_us(layer, requests)`.
+fn run_layers(
+    max_wait: Option<Duration>,
+    clients: &[Client],
+    step_us: impl Fn(u32, u64) -> u64,
+    tail_us: u64,
+    end_us: u64,
+) -> Vec<Formed> {
     let mut steps = StepLoop::new(Config {
         ranks: 1,
         slots: 2,
         max_tokens_per_step: 1024,
         max_segments_per_rank: 1024,
-        max_wait: None,
+        max_wait,
         on_fault: OnFault::Retry,
         recovery: RecoveryPolicy::default(),
         seed: 1,
@@ -61,6 +78,7 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
     let mut events: BTreeSet<(Time, Event)> = starts.collect();
     let (mut senders, mut formed) = (HashMap::new(), Vec::new());
     let (mut now, mut could_form) = (at(0), at(0));
+    let mut sent = vec![0; clients.len()];
     while now < at(end_us) {
         while events.first().is_some_and(|(due, _)| *due <= now) {
             let Some((_, event)) = events.pop_first() else { break };
@@ -71,12 +89,16 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
                 }
                 Event::Done(step) => steps.step_done(first, step, now),
                 Event::Send(n) => {
+                    let client = &clients[n];
+                    let (first, count) = client.layers;
+                    let layer = LayerId(first + sent[n] % count);
+                    sent[n] += 1;
                     let submission = Submission {
                         client: ClientKey(1),
-                        connection: ConnectionKey(clients[n].connection),
-                        kind: StepKind { layer: LayerId(0), top_k: 8 },
+                        connection: ConnectionKey(client.connection),
+                        kind: StepKind { layer, top_k: 8 },
                         tokens: 1,
-                        deadline: None,
+                        deadline: client.deadline_us.map(|after| now + Duration::from_micros(after)),
                         expected_version: None,
                         in_place: false,
                     };
@@ -93,7 +115,7 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
                 Action::Launch { step } => {
                     let launched = steps.in_flight().back().expect("a launched step");
                     let takes: Vec<_> = launched.rows.iter().map(|range| senders[&range.key]).collect();
-                    let took = step_us(takes.len() as u64);
+                    let took = step_us(launched.kind.layer.0, takes.len() as u64);
                     events.insert((now + Duration::from_micros(took - tail_us), Event::Experts(step)));
                     events.insert((now + Duration::from_micros(took), Event::Done(step)));
                     let from = takes.iter().map(|(_, sent)| *sent).min().expect("a request").max(could_form);
@@ -108,6 +130,7 @@ fn run(clients: &[Client], step_us: impl Fn(u64) -> u64, tail_us: u64, end_us: u
                         events.insert((next, Event::Send(n)));
                     }
                 }
+                Action::Fail { key, .. } => panic!("request {key} failed"),
                 Action::FormGroup { .. } | Action::Show { .. } => {}
                 other => panic!("unexpected {other:?}"),
             }
@@ -172,4 +195,44 @@ fn clients_that_need_longer_are_hardly_waited_for() {
     let all: u64 = held.clone().map(|step| step.held_us).sum();
     assert!(held.clone().count() > 6, "each is tried again now and then");
     assert!(longest_hold(&formed) <= 1000 / 8 && all < 2_000_000 / 400, "{all} us of waits");
+}
+
+#[test]
+fn of_two_clients_the_quick_one_is_found_whichever_came_first() {
+    for (first, second) in [(300, 20), (20, 300)] {
+        let formed = run(&[client(1, 0, first), client(2, 600, second)], |_| 1000, 20, 2_000_000);
+        let both = formed.iter().filter(|step| step.clients.len() == 2).count();
+        assert!(both > 800, "{both} of {} steps are shared", formed.len());
+    }
+}
+
+#[test]
+fn engines_in_different_layers_do_not_hold_each_other_back() {
+    for engines in [2, 4] {
+        let clients: Vec<_> =
+            (0..engines).map(|n| Client { layers: (0, 48), ..client(n, 1300 * n, 30) }).collect();
+        let [waits, at_once] = WAITS.map(|wait| run_layers(wait, &clients, |_, _| 402, 0, 2_000_000).len());
+        assert!(waits * 100 >= at_once * 99, "{engines} engines: {waits} steps, {at_once} without waits");
+    }
+}
+
+#[test]
+fn short_steps_hardly_wait_between_long_ones() {
+    let step_us = |layer: u32, requests: u64| if layer == 0 { 40_000 } else { 200 + 20 * requests };
+    let decode = |n, starts_us| Client { layers: (1, 1), ..client(n, starts_us, 5_000) };
+    let clients = [client(1, 0, 20_000), decode(2, 900), decode(3, 950)];
+    let formed = run_layers(None, &clients, step_us, 20, 4_000_000);
+    let held: u64 = formed.iter().map(|step| step.held_us).sum();
+    assert!(formed.len() > 100 && held < 4_000_000 / 1000, "{held} us in {} steps", formed.len());
+}
+
+#[test]
+fn a_request_with_little_time_does_not_wait() {
+    let late = Client { layers: (1, 1), deadline_us: Some(3_000), ..client(3, 80_900, 1 << 40) };
+    let clients = [client(1, 0, 60_000), client(2, 10, 70_000), late];
+    // Two long steps, of the first two clients, come before the short one.
+    let step_us = |layer: u32, _| if layer == 0 { 40_000 } else { 220 };
+    let formed = run_layers(None, &clients, step_us, 0, 100_000);
+    let last = formed.iter().find(|step| step.clients.contains(&2)).expect("it is answered");
+    assert_eq!(last.held_us, 0);
 }

@@ -93,10 +93,12 @@ impl StepLoop {
             (ripe_kinds.next()?, None)
         };
         // The kind whose turn it is waits, and no other one overtakes it, so that a wait holds nothing back twice.
-        let gathers_until = || oldest(&kind).and_then(|oldest| self.gathering.until(oldest.connection));
-        let gathers = self.config.max_wait.is_none()
-            && !is_urgent(&kind)
-            && gathers_until().is_some_and(|until| now < until);
+        let may_wait = |oldest: &Request| {
+            let until = self.gathering.until(oldest.connection);
+            until.is_some_and(|until| now < until && oldest.deadline.is_none_or(|deadline| deadline > until))
+        };
+        let gathers =
+            self.config.max_wait.is_none() && !is_urgent(&kind) && oldest(&kind).is_some_and(may_wait);
         (self.may_form(full(&kind)) && !gathers).then_some(Choice::Kind { kind, lead })
     }
 
@@ -155,9 +157,11 @@ impl StepLoop {
         let is_trial = takes.is_empty();
         let tokens = if is_trial { 1 } else { takes.iter().map(|take| take.tokens).sum() };
         let shared = takes.iter().filter(|_| !is_alone);
-        let taken = shared.filter_map(|take| self.requests.get(&take.key));
-        let arrived = taken.clone().map(|request| request.admitted).min().unwrap_or(now);
-        self.gathering.formed(taken.map(|request| request.connection), arrived, now);
+        let taken = shared.filter_map(|take| self.requests.get(&take.key).map(|request| (take, request)));
+        let arrived = taken.clone().map(|(_, request)| request.admitted).min().unwrap_or(now);
+        // Connections that get no answer from this step do not come back after it.
+        let answered = taken.filter(|(take, request)| request.begun + take.tokens == request.tokens);
+        self.gathering.formed(answered.map(|(_, request)| request.connection), arrived, now);
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
         let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {

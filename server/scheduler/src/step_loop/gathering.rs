@@ -13,20 +13,25 @@ const MAX_WAIT: Duration = Duration::from_millis(5);
 /// Number of connections that are waited for. With more, a step has rows enough.
 const MAX_AWAITED: usize = 64;
 /// Largest number of steps without a wait after waits that nothing joined.
-const MAX_PAUSE: u32 = 63;
+const MAX_PAUSE: u32 = 62;
 
 /// Decides how long waiting requests are held back for connections that were in the last step.
 ///
 /// A step that is formed the moment it could be has the requests that waited while the last one ran; the connections that are answered
 /// then come back too late, and two groups of clients take turns although a step of all of them costs less than two. The wait begins
-/// when the last step's experts phase ends, and is over when each of its connections has sent a request. Waits that nothing joined
-/// are followed by 1, 3, 7, up to [`MAX_PAUSE`] steps without a wait.
+/// when the last step's experts phase ends, and is over when each of its connections has sent a request. Waits whose step none of them
+/// joins are followed by 2, 6, 14, up to [`MAX_PAUSE`] steps without a wait. These numbers are even, so that of two groups that take
+/// turns not always the same one is waited for.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathering {
-    /// Connections of the last step that have sent nothing since it was formed.
+    /// Connections of the last step, in order.
+    last: Vec<ConnectionKey>,
+    /// Those of them that have sent nothing since it was formed.
     absent: Vec<ConnectionKey>,
-    /// Number of connections of the last step.
-    asked: usize,
+    /// Whether one of them has sent something since the wait began.
+    has_come: bool,
+    /// How long the last step took whose experts phase has ended.
+    took: Duration,
     /// The wait's begin and end, once the last step's experts phase has ended.
     wait: Option<(Time, Time)>,
     /// Number of steps that form without a wait, and of those after the next wait that nothing joins.
@@ -49,14 +54,22 @@ impl Gathering {
 
     /// A connection has sent a request.
     pub(super) fn arrived(&mut self, connection: ConnectionKey) {
+        let before = self.absent.len();
         self.absent.retain(|absent| *absent != connection);
+        self.has_come |= self.wait.is_some() && self.absent.len() < before;
     }
 
     /// The experts phase of the last step, which was formed at `formed`, has ended, or all of that step.
     pub(super) fn experts_ended(&mut self, formed: Time, now: Time) {
-        let wait = now.since(formed) / SHARE;
+        if self.wait.is_some() {
+            return;
+        }
+        // The step before counts, too, so that a short one does not wait long between two long ones.
+        let took = now.since(formed);
+        let wait = took.min(self.took) / SHARE;
+        self.took = took;
         let wait = if wait < MIN_WAIT { Duration::ZERO } else { wait.min(MAX_WAIT) };
-        self.wait.get_or_insert((now, now + wait));
+        self.wait = Some((now, now + wait));
     }
 
     /// A step of `connections` is formed. Its oldest request arrived at `arrived`.
@@ -67,17 +80,21 @@ impl Gathering {
         now: Time,
     ) {
         let has_waited = self.wait.is_some_and(|(from, until)| arrived.max(from) < until && until <= now);
-        if self.absent.len() < self.asked {
-            self.next_pause = 0;
-        } else if self.pause == 0 && has_waited {
-            self.next_pause = (2 * self.next_pause + 1).min(MAX_PAUSE);
-            self.pause = self.next_pause + 1;
+        let before = std::mem::take(&mut self.last);
+        self.last.extend(connections.take(MAX_AWAITED));
+        self.last.sort_unstable();
+        self.last.dedup();
+        if self.pause == 0 && (has_waited || self.has_come) {
+            let has_joined = before.iter().any(|connection| self.last.contains(connection));
+            if has_joined && self.last.len() > 1 {
+                self.next_pause = 0;
+            } else if !has_joined {
+                self.next_pause = (2 * self.next_pause + 2).min(MAX_PAUSE);
+                self.pause = self.next_pause + 1;
+            }
         }
         self.pause = self.pause.saturating_sub(1);
-        self.absent.clear();
-        self.absent.extend(connections.take(MAX_AWAITED));
-        self.absent.sort_unstable();
-        self.absent.dedup();
-        (self.asked, self.wait) = (self.absent.len(), None);
+        self.absent.clone_from(&self.last);
+        (self.has_come, self.wait) = (false, None);
     }
 }

@@ -118,6 +118,7 @@ impl Schedule {
             4 | 5 => reloads(&mut random, seed),
             6 | 7 | 9 => with_sessions::sessions(&mut random, seed),
             10 => with_sessions::slow_ends(&mut random, seed),
+            11 => regular(&mut random, seed),
             _ => anything(&mut random, seed),
         }
     }
@@ -132,7 +133,9 @@ fn config(random: &mut Random, seed: u64) -> Config {
         slots: random.between(1, 3) as usize,
         max_tokens_per_step,
         max_segments_per_rank: if random.chance(80) { per_rank } else { random.between(1, 4) as usize },
-        max_wait: random.choose(&[None, None, Some(0), Some(500), Some(20_000)]).map(Duration::from_micros),
+        max_wait: random
+            .choose(&[None, None, None, Some(0), Some(500), Some(20_000)])
+            .map(Duration::from_micros),
         on_fault: random.choose(&[OnFault::Retry, OnFault::Retry, OnFault::Retry, OnFault::Fail]),
         recovery: RecoveryPolicy {
             max_unready: random.between(2, 5) as u32,
@@ -279,6 +282,37 @@ pub(super) fn healthy(random: &mut Random, seed: u64, limit: usize) -> Config {
         max_wait: (!seed.is_multiple_of(3)).then_some(Duration::ZERO),
         ..config(random, seed)
     }
+}
+
+/// Steps of about the same time, for whose clients the next ones wait.
+fn regular(random: &mut Random, seed: u64) -> Schedule {
+    let config = Config { max_wait: None, ..healthy(random, seed, 16) };
+    let kind_count = random.between(1, 2);
+    let mut inputs = BEGIN.to_vec();
+    for _ in 0..random.between(10, 40) {
+        inputs.extend(small(random, 3, kind_count));
+        inputs.extend([Input::UntilAsleep, Input::Pass { micros: 1_000 }]);
+        inputs.extend(small(random, 2, kind_count));
+        inputs.extend([Input::Experts, Input::UntilAsleep]);
+        inputs.push(Input::Pass { micros: random.choose(&[10, 60, 200]) });
+        inputs.extend([Input::Done, Input::UntilAsleep]);
+    }
+    Schedule { config, max_queued_tokens: 1 << 20, kinds: kinds(kind_count), broken: None, inputs }
+}
+
+/// Up to `most` small requests of three clients.
+fn small(random: &mut Random, most: u64, kind_count: u64) -> Vec<Input> {
+    let count = random.between(1, most);
+    let request = |_| Input::Submit {
+        client: random.between(1, 3),
+        kind: random.between(0, kind_count - 1) as usize,
+        tokens: random.between(1, 4) as usize,
+        deadline_millis: random.chance(10).then(|| random.between(1, 20)),
+        is_poison: false,
+        is_pinned: false,
+        session: None,
+    };
+    (0..count).map(request).collect()
 }
 
 /// Clients that always have work waiting, over several kinds.
