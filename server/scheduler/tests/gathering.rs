@@ -227,12 +227,28 @@ fn short_steps_hardly_wait_between_long_ones() {
 }
 
 #[test]
+fn calls_that_were_queued_before_a_wait_do_not_count_as_joined() {
+    // One connection has two calls under way; the others take longer than any wait.
+    let mut clients = vec![client(1, 0, 300), client(1, 350, 300)];
+    clients.extend([client(2, 700, 300), client(3, 900, 300)]);
+    let [waits, at_once] =
+        WAITS.map(|wait| run_layers(wait, &clients, |_, requests| 600 + 200 * requests, 20, 2_000_000).len());
+    assert!(waits * 100 >= at_once * 99, "{waits} steps, {at_once} without waits");
+}
+
+#[test]
 fn a_request_with_little_time_does_not_wait() {
-    let late = Client { layers: (1, 1), deadline_us: Some(3_000), ..client(3, 80_900, 1 << 40) };
-    let clients = [client(1, 0, 60_000), client(2, 10, 70_000), late];
+    // Behind one that has time, in the same layer.
+    let late = Client { layers: (1, 1), deadline_us: Some(3_000), ..client(3, 80_950, 1 << 40) };
+    let clients = [
+        client(1, 0, 60_000),
+        client(2, 10, 70_000),
+        late,
+        Client { deadline_us: None, starts_us: 80_900, ..late },
+    ];
     // Two long steps, of the first two clients, come before the short one.
     let step_us = |layer: u32, _| if layer == 0 { 40_000 } else { 220 };
     let formed = run_layers(None, &clients, step_us, 0, 100_000);
     let last = formed.iter().find(|step| step.clients.contains(&2)).expect("it is answered");
-    assert_eq!(last.held_us, 0);
+    assert_eq!((&last.clients[..], last.held_us), (&[2, 3][..], 50));
 }

@@ -70,7 +70,7 @@ impl StepLoop {
         for mail in delivery.0 {
             keep(mail.key, mail.payload);
             let submission = mail.submission;
-            self.gathering.arrived(submission.connection);
+            self.gathering.arrived(submission.connection, submission.deadline);
             let request = Request {
                 client: submission.client,
                 connection: submission.connection,

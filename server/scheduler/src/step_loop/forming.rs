@@ -94,8 +94,7 @@ impl StepLoop {
         };
         // The kind whose turn it is waits, and no other one overtakes it, so that a wait holds nothing back twice.
         let may_wait = |oldest: &Request| {
-            let until = self.gathering.until(oldest.connection);
-            until.is_some_and(|until| now < until && oldest.deadline.is_none_or(|deadline| deadline > until))
+            self.gathering.until(oldest.connection, oldest.deadline).is_some_and(|until| now < until)
         };
         let gathers =
             self.config.max_wait.is_none() && !is_urgent(&kind) && oldest(&kind).is_some_and(may_wait);
@@ -157,11 +156,9 @@ impl StepLoop {
         let is_trial = takes.is_empty();
         let tokens = if is_trial { 1 } else { takes.iter().map(|take| take.tokens).sum() };
         let shared = takes.iter().filter(|_| !is_alone);
-        let taken = shared.filter_map(|take| self.requests.get(&take.key).map(|request| (take, request)));
-        let arrived = taken.clone().map(|(_, request)| request.admitted).min().unwrap_or(now);
-        // Connections that get no answer from this step do not come back after it.
-        let answered = taken.filter(|(take, request)| request.begun + take.tokens == request.tokens);
-        self.gathering.formed(answered.map(|(_, request)| request.connection), arrived, now);
+        let taken = shared.filter_map(|take| self.requests.get(&take.key));
+        let arrived = taken.clone().map(|request| request.admitted).min().unwrap_or(now);
+        self.gathering.formed(taken.map(|request| request.connection), arrived, now);
         let (requests, in_step) = (&mut self.requests, &mut self.in_step);
         let mut clients = Vec::with_capacity(if is_alone { 0 } else { takes.len() });
         let ranges = takes.iter().filter_map(|take| {

@@ -19,8 +19,8 @@ const MAX_PAUSE: u32 = 62;
 ///
 /// A step that is formed the moment it could be has the requests that waited while the last one ran; the connections that are answered
 /// then come back too late, and two groups of clients take turns although a step of all of them costs less than two. The wait begins
-/// when the last step's experts phase ends, and is over when each of its connections has sent a request. Waits whose step none of them
-/// joins are followed by 2, 6, 14, up to [`MAX_PAUSE`] steps without a wait. These numbers are even, so that of two groups that take
+/// when the last step's experts phase ends, and is over when each of its connections has sent a request. Waits whose step none of those
+/// joins that came meanwhile are followed by 2, 6, 14, up to [`MAX_PAUSE`] steps without a wait. These numbers are even, so that of two groups that take
 /// turns not always the same one is waited for.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathering {
@@ -28,8 +28,10 @@ pub(super) struct Gathering {
     last: Vec<ConnectionKey>,
     /// Those of them that have sent nothing since it was formed.
     absent: Vec<ConnectionKey>,
-    /// Whether one of them has sent something since the wait began.
-    has_come: bool,
+    /// Those of them that were absent when the wait began, and have sent something since.
+    came: Vec<ConnectionKey>,
+    /// The earliest deadline of the requests that have arrived since it was formed.
+    due: Option<Time>,
     /// How long the last step took whose experts phase has ended.
     took: Duration,
     /// The wait's begin and end, once the last step's experts phase has ended.
@@ -40,11 +42,13 @@ pub(super) struct Gathering {
 }
 
 impl Gathering {
-    /// The wait's end, for a step whose oldest request is from `connection`. `None`: it forms at once. Requests of a connection do not
-    /// wait for that connection.
-    pub(super) fn until(&self, connection: ConnectionKey) -> Option<Time> {
+    /// The wait's end, for a step whose oldest request is from `connection` and has this deadline. `None`: it forms at once. Requests of a
+    /// connection do not wait for that connection, and none waits if its deadline, or one that has arrived since, is near.
+    pub(super) fn until(&self, connection: ConnectionKey, deadline: Option<Time>) -> Option<Time> {
+        let (_, end) = self.wait?;
         let waits = self.pause == 0 && !self.absent.is_empty() && !self.absent.contains(&connection);
-        self.end().filter(|_| waits)
+        let is_in_time = |due: Time| end + self.took < due;
+        (waits && deadline.into_iter().chain(self.due).all(is_in_time)).then_some(end)
     }
 
     /// The wait's end, whatever waits.
@@ -53,10 +57,12 @@ impl Gathering {
     }
 
     /// A connection has sent a request.
-    pub(super) fn arrived(&mut self, connection: ConnectionKey) {
-        let before = self.absent.len();
-        self.absent.retain(|absent| *absent != connection);
-        self.has_come |= self.wait.is_some() && self.absent.len() < before;
+    pub(super) fn arrived(&mut self, connection: ConnectionKey, deadline: Option<Time>) {
+        if let Some(at) = self.absent.iter().position(|absent| *absent == connection) {
+            self.absent.swap_remove(at);
+            self.came.extend(self.wait.map(|_| connection));
+        }
+        self.due = self.due.into_iter().chain(deadline).min();
     }
 
     /// The experts phase of the last step, which was formed at `formed`, has ended, or all of that step.
@@ -80,12 +86,13 @@ impl Gathering {
         now: Time,
     ) {
         let has_waited = self.wait.is_some_and(|(from, until)| arrived.max(from) < until && until <= now);
-        let before = std::mem::take(&mut self.last);
+        let had_any = !self.last.is_empty();
+        self.last.clear();
         self.last.extend(connections.take(MAX_AWAITED));
         self.last.sort_unstable();
         self.last.dedup();
-        if self.pause == 0 && (has_waited || self.has_come) {
-            let has_joined = before.iter().any(|connection| self.last.contains(connection));
+        if self.pause == 0 && had_any && !self.last.is_empty() && (has_waited || !self.came.is_empty()) {
+            let has_joined = self.came.iter().any(|connection| self.last.contains(connection));
             if has_joined && self.last.len() > 1 {
                 self.next_pause = 0;
             } else if !has_joined {
@@ -95,6 +102,7 @@ impl Gathering {
         }
         self.pause = self.pause.saturating_sub(1);
         self.absent.clone_from(&self.last);
-        (self.has_come, self.wait) = (false, None);
+        self.came.clear();
+        (self.due, self.wait) = (None, None);
     }
 }
