@@ -20,15 +20,13 @@ const MAX_PAUSE: u32 = 62;
 /// A step that is formed the moment it could be has the requests that waited while the last one ran; the connections that are answered
 /// then come back too late, and two groups of clients take turns although a step of all of them costs less than two. The wait begins
 /// when the last step's experts phase ends, and is over when each of its connections has sent a request. Waits whose step none of those
-/// joins that came meanwhile are followed by 2, 6, 14, up to [`MAX_PAUSE`] steps without a wait. These numbers are even, so that of two groups that take
-/// turns not always the same one is waited for.
+/// joins that came meanwhile are followed by 2, 6, 14, up to [`MAX_PAUSE`] steps without a wait. These numbers are even, so that of two
+/// groups that take turns not always the same one is waited for.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathering {
-    /// Connections of the last step, in order.
-    last: Vec<ConnectionKey>,
-    /// Those of them that have sent nothing since it was formed.
+    /// Connections of the last step that have sent nothing since it was formed.
     absent: Vec<ConnectionKey>,
-    /// Those of them that were absent when the wait began, and have sent something since.
+    /// Those that were absent when the wait began, and have sent something since.
     came: Vec<ConnectionKey>,
     /// The earliest deadline of the requests that have arrived since it was formed.
     due: Option<Time>,
@@ -70,7 +68,7 @@ impl Gathering {
         if self.wait.is_some() {
             return;
         }
-        // The step before counts, too, so that a short one does not wait long between two long ones.
+        // The shorter of the last two steps decides: short steps do not wait long after a long one.
         let took = now.since(formed);
         let wait = took.min(self.took) / SHARE;
         self.took = took;
@@ -86,14 +84,14 @@ impl Gathering {
         now: Time,
     ) {
         let has_waited = self.wait.is_some_and(|(from, until)| arrived.max(from) < until && until <= now);
-        let had_any = !self.last.is_empty();
-        self.last.clear();
-        self.last.extend(connections.take(MAX_AWAITED));
-        self.last.sort_unstable();
-        self.last.dedup();
-        if self.pause == 0 && had_any && !self.last.is_empty() && (has_waited || !self.came.is_empty()) {
-            let has_joined = self.came.iter().any(|connection| self.last.contains(connection));
-            if has_joined && self.last.len() > 1 {
+        let was_held = has_waited && !self.absent.is_empty() || !self.came.is_empty();
+        self.absent.clear();
+        self.absent.extend(connections.take(MAX_AWAITED));
+        self.absent.sort_unstable();
+        self.absent.dedup();
+        if self.pause == 0 && was_held && !self.absent.is_empty() {
+            let has_joined = self.came.iter().any(|connection| self.absent.contains(connection));
+            if has_joined && self.absent.len() > 1 {
                 self.next_pause = 0;
             } else if !has_joined {
                 self.next_pause = (2 * self.next_pause + 2).min(MAX_PAUSE);
@@ -101,7 +99,6 @@ impl Gathering {
             }
         }
         self.pause = self.pause.saturating_sub(1);
-        self.absent.clone_from(&self.last);
         self.came.clear();
         (self.due, self.wait) = (None, None);
     }
