@@ -95,6 +95,8 @@ impl LinkLayout {
 #[derive(Debug)]
 pub(super) struct ChannelLayout {
     pub(super) early_notice: ArrayLayout<u32>,
+    /// One word: sequence of the last step that every rank's ring holds.
+    pub(super) launched: ArrayLayout<u64>,
     pub(super) links: Vec<LinkLayout>,
     pub(super) bytes: usize,
 }
@@ -103,6 +105,7 @@ impl ChannelLayout {
     pub(super) fn new(shape: &GroupShape) -> Result<Self, RegionError> {
         let mut layout = Layout::new();
         let early_notice = ArrayLayout::reserve(&mut layout, 1)?;
+        let launched = ArrayLayout::reserve(&mut layout, 1)?;
         let records = (shape.slots as usize * 2).next_power_of_two();
         let mut links = Vec::new();
         for rank in 0..shape.ranks {
@@ -132,7 +135,7 @@ impl ChannelLayout {
             }
             links.push(link);
         }
-        Ok(ChannelLayout { early_notice, links, bytes: layout.len() })
+        Ok(ChannelLayout { early_notice, launched, links, bytes: layout.len() })
     }
 }
 

@@ -26,6 +26,9 @@ pub struct RankChannel {
     usage: SharedSlice<u64>,
     experts_done: SharedSlice<u64>,
     early_notice: SharedSlice<u32>,
+    launched: SharedSlice<u64>,
+    /// A step that was popped before the router had pushed it to every rank.
+    unlaunched: Option<StepDescriptor>,
     bell: Doorbell,
     router_bell: Doorbell,
     pub(super) slots: Vec<Staging>,
@@ -98,6 +101,8 @@ impl RankChannel {
             usage: link.usage.view(&region)?,
             experts_done: link.experts_done.view(&region)?,
             early_notice: places.early_notice.view(&region)?,
+            launched: places.launched.view(&region)?,
+            unlaunched: None,
             bell: Doorbell::new(link.bell.view(&region)?),
             router_bell,
             slots: Staging::views(&link.slots, &region)?,
@@ -161,15 +166,19 @@ impl RankChannel {
         self.slots.iter().map(addresses).collect()
     }
 
-    /// Takes the next step, if there is one. Its slot is in flight until [`complete`](Self::complete).
+    /// Takes the next step, if there is one that every rank has. Its slot is in flight until [`complete`](Self::complete).
     ///
     /// # Errors
     /// If the ring is broken, the descriptor exceeds the shape, or its slot is in flight.
     pub fn step(&mut self) -> Result<Option<StepDescriptor>, ChannelError> {
         let rank = self.rank;
-        let Some(step) = self.steps.try_pop().map_err(|source| ChannelError::Ring { rank, source })? else {
-            return Ok(None);
+        if self.unlaunched.is_none() {
+            self.unlaunched = self.steps.try_pop().map_err(|source| ChannelError::Ring { rank, source })?;
+        }
+        let launched = |step: &mut StepDescriptor| {
+            step.sequence <= self.launched.atomics()[0].load(Ordering::Acquire)
         };
+        let Some(step) = self.unlaunched.take_if(launched) else { return Ok(None) };
         let limits = [
             ("slots", step.slot as usize + 1, self.slots.len()),
             ("rows", step.tokens as usize, self.shape.max_tokens_per_rank),

@@ -87,6 +87,7 @@ pub struct RouterChannel {
     shape: GroupShape,
     links: Vec<RouterLink>,
     early_notice: SharedSlice<u32>,
+    pub(super) launched: SharedSlice<u64>,
 }
 
 impl RouterChannel {
@@ -110,7 +111,8 @@ impl RouterChannel {
             });
         }
         let early_notice = places.early_notice.view(&region)?;
-        Ok(RouterChannel { region, shape: shape.clone(), links, early_notice })
+        let launched = places.launched.view(&region)?;
+        Ok(RouterChannel { region, shape: shape.clone(), links, early_notice, launched })
     }
 
     /// Maps every page of the memory, so that the first steps need not. The router calls this once every rank is ready: by
@@ -137,8 +139,11 @@ impl RouterChannel {
         FormingStep::new(self, slot, top_k)
     }
 
-    /// Pushes the formed step to the first `ranks` ranks; `common` holds the fields that are equal for all of them. The slot is in
-    /// flight on each of them until its [`completion`](Self::completion).
+    /// Pushes the formed step to the first `ranks` ranks; `common` holds the fields that are equal for all of them, and its sequence is
+    /// higher than that of any step before. The slot is in flight on each rank until its [`completion`](Self::completion).
+    ///
+    /// No rank begins the step before every rank has it: a rank that began alone would wait for its peers, and fail, if this process
+    /// were stopped in between.
     ///
     /// # Errors
     /// If the slot is in flight, or a rank's ring is full or broken.
@@ -156,14 +161,13 @@ impl RouterChannel {
                 ..*common
             };
             match link.steps.try_push(&descriptor) {
-                Ok(true) => {
-                    link.in_flight[slot.index()] = Some(common.sequence);
-                    link.bell.ring();
-                }
+                Ok(true) => link.in_flight[slot.index()] = Some(common.sequence),
                 Ok(false) => return Err(ChannelError::Full { rank }),
                 Err(source) => return Err(ChannelError::Ring { rank, source }),
             }
         }
+        self.launched.atomics()[0].store(common.sequence, Ordering::Release);
+        self.links.iter().take(ranks).for_each(|link| link.bell.ring());
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Tests of `channel`.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytemuck::Zeroable;
@@ -264,4 +264,29 @@ fn long_messages_are_cut_between_characters() {
     completion.fail(&"é".repeat(200));
     assert_eq!(completion.text(), "é".repeat(80));
     assert_eq!(completion.failed, 1);
+}
+
+#[test]
+fn no_rank_begins_a_step_before_every_rank_has_it() {
+    let bell = RouterBell::create().unwrap();
+    let mut router = RouterChannel::create(&shape()).unwrap();
+    let mut ranks = [join(&router, &bell, 0), join(&router, &bell, 1)];
+    for sequence in 1..20 {
+        router.begin(Slot(0), 2).copy(&mut Copier::default());
+        router.launch(&step(sequence, 0), 2).unwrap();
+        // As if the router had been stopped while it pushed.
+        router.launched.atomics()[0].store(sequence - 1, Ordering::Release);
+        for _ in 0..2 {
+            assert!(ranks.iter_mut().all(|rank| rank.step().unwrap().is_none()));
+        }
+        router.launched.atomics()[0].store(sequence, Ordering::Release);
+        for rank in &mut ranks {
+            assert_eq!(rank.step().unwrap().unwrap().sequence, sequence);
+            assert!(rank.step().unwrap().is_none());
+            rank.complete(&Completion { sequence, ..Completion::zeroed() }).unwrap();
+        }
+        for rank in 0..2 {
+            router.completion(Rank(rank)).unwrap().unwrap();
+        }
+    }
 }
