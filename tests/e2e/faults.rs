@@ -164,16 +164,23 @@ async fn a_rank_stopped_for_a_moment_causes_no_fault() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pause_of_the_router_ends_no_generation() {
+async fn a_pause_of_the_router_or_of_all_processes_ends_no_generation() {
     // Shorter than the pauses, and long enough for steps on a busy machine.
     let timeouts = ["--step-timeout-ms", "8000", "--liveness-timeout-ms", "8000"];
     let service = Service::start(FAMILY, RANKS, &timeouts);
     let load = warm(&service).await;
     let ranks = service.ranks();
     let fault = Instant::now();
-    for _ in 0..2 {
+    for all in [false, true] {
         service.signal(Signal::STOP);
+        let paused = if all { &ranks[..] } else { &[] };
+        paused.iter().for_each(|&rank| send(rank, Signal::STOP));
         tokio::time::sleep(Duration::from_secs(9)).await;
+        for &rank in paused {
+            send(rank, Signal::CONT);
+            // Time to find a deadline passed before the next rank goes on.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
         service.signal(Signal::CONT);
         load.goes_on(AWAITED).await;
     }

@@ -1,6 +1,7 @@
 //! Memory that processes share, of the server and of its clients.
 //!
 //! * [`region`]: memory that several processes map, and bounds-checked views of it.
+//! * [`observed`]: time limits that a pause of this process does not use up.
 //! * [`wait`]: spin-then-futex waiting, and the [`wait::Doorbell`] that many threads ring and one waits on.
 //! * [`ring`]: a single-producer, single-consumer ring of fixed-size records.
 //! * [`descriptors`]: descriptors that travel over a socket.
@@ -10,6 +11,7 @@
 
 pub mod descriptors;
 pub mod faults;
+pub mod observed;
 pub mod region;
 pub mod ring;
 pub mod team;
@@ -18,6 +20,7 @@ pub mod wait;
 #[cfg(all(test, feature = "loom"))]
 mod loom_tests;
 
+pub use observed::ObservedTime;
 pub use region::{RegionError, SharedRegion, SharedSlice};
 pub use team::ThreadTeam;
 pub use wait::WaitPolicy;

@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
+use super::observed::ObservedTime;
 use super::region::SharedSlice;
 
 /// The longest single sleep; afterwards the waiter polls again. It is not a polling interval: wake-ups do not depend on it.
@@ -221,6 +222,32 @@ impl<W: FutexWord> Doorbell<W> {
                 Some(found) => return Ok(found),
                 None if limit.is_zero() => return Err(TimedOut),
                 None => {}
+            }
+        }
+    }
+
+    /// Waits as [`wait_for`](Self::wait_for) does, for `limit` of the time in which this process runs: if a container or a virtual machine
+    /// is frozen as a whole, those that are waited for get their time after it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn wait_running<T>(
+        &self,
+        mut spin: Duration,
+        limit: Duration,
+        mut poll: impl FnMut() -> Option<T>,
+    ) -> Result<T, TimedOut> {
+        let mut time = ObservedTime::start(Instant::now());
+        let mut waited = Duration::ZERO;
+        loop {
+            let policy = WaitPolicy::within(spin, (limit - waited).min(MAX_SLEEP));
+            if let Ok(found) = self.wait_for(policy, &mut poll) {
+                return Ok(found);
+            }
+            spin = Duration::ZERO;
+            waited = time.look(Instant::now());
+            if waited >= limit {
+                return Err(TimedOut);
             }
         }
     }

@@ -34,6 +34,7 @@ pub use worker::{Arrival, Incoming, WorkerWire};
 
 use std::time::{Duration, Instant};
 
+use expertd_shm::ObservedTime;
 use expertd_types::{Generation, Sequence};
 
 /// Low bits of a word, which hold the sequence; the generation is in the bits above.
@@ -60,15 +61,16 @@ const LONG_NAP: Duration = Duration::from_micros(200);
 /// A wait is long after this time.
 const LONG: Duration = Duration::from_millis(5);
 
-/// Polls until `poll` returns true: spins for `spin`, then looks again after naps. Returns the time waited if that reaches `limit`.
+/// Polls until `poll` returns true: spins for `spin`, then looks again after naps. Returns the time waited if that reaches
+/// `limit`; a pause of this process does not count.
 fn wait_for(
     spin: Duration,
     limit: Duration,
     mut poll: impl FnMut() -> Result<bool, WireError>,
 ) -> Result<Option<Duration>, WireError> {
-    let begun = Instant::now();
+    let mut time = ObservedTime::start(Instant::now());
     while !poll()? {
-        match begun.elapsed() {
+        match time.look(Instant::now()) {
             waited if waited < spin => std::hint::spin_loop(),
             waited if waited < limit => std::thread::sleep(if waited < LONG { NAP } else { LONG_NAP }),
             waited => return Ok(Some(waited)),

@@ -3,13 +3,11 @@
 mod config;
 mod fault;
 mod group;
-mod observed;
 mod process;
 mod weights;
 
 pub use config::{ClusterConfig, MakeWindows};
 pub(crate) use fault::{channel_fault, setup_fault};
 pub(crate) use group::{Group, StepDone};
-pub(crate) use observed::ObservedTime;
 pub(crate) use process::left_processes;
 pub(crate) use weights::{Freeing, Loading, WeightSet};

@@ -17,8 +17,8 @@ use expertd_scheduler::LoadFailure;
 use expertd_types::{Rank, WeightVersion};
 
 use super::config::{CHECK_INTERVAL, ClusterConfig};
-use super::observed::ObservedTime;
 use super::process::{ChildProcess, Killed, News, Start, read_news};
+use expertd_shm::ObservedTime;
 use expertd_telemetry::progress;
 
 /// Factor by which a loader may be silent longer than a rank: on a busy machine the packing threads of all loaders compete for the cores,

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use expertd_ipc::{Copier, StagedRows};
 use expertd_scheduler::{Callers as _, Config, Driver, RecoveryPolicy, RequestKey, StepLoop, Time};
-use expertd_shm::WaitPolicy;
 use expertd_shm::wait::spin_between_steps;
+use expertd_shm::{ObservedTime, WaitPolicy};
 use expertd_types::{MemoryId, StepId, WeightVersion};
 
 use self::rows::Unrecorded;
@@ -22,7 +22,7 @@ use super::active::Active;
 use super::caller::ClientMemory;
 use super::config::ServiceEnd;
 use super::shared::Shared;
-use crate::cluster::{ClusterConfig, Freeing, Group, Loading, ObservedTime, WeightSet};
+use crate::cluster::{ClusterConfig, Freeing, Group, Loading, WeightSet};
 use expertd_telemetry::{StepMetrics, progress};
 
 /// Time that ranks have to exit by themselves when the service ends.

@@ -175,9 +175,8 @@ impl RankChannel {
         if self.unlaunched.is_none() {
             self.unlaunched = self.steps.try_pop().map_err(|source| ChannelError::Ring { rank, source })?;
         }
-        let launched = |step: &mut StepDescriptor| {
-            step.sequence <= self.launched.atomics()[0].load(Ordering::Acquire)
-        };
+        let launched =
+            |step: &mut StepDescriptor| step.sequence <= self.launched.atomics()[0].load(Ordering::Acquire);
         let Some(step) = self.unlaunched.take_if(launched) else { return Ok(None) };
         let limits = [
             ("slots", step.slot as usize + 1, self.slots.len()),

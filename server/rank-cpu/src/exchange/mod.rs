@@ -26,7 +26,7 @@ use self::error::{decode_fault, encode_fault};
 pub(crate) use super::window::{AreaHeader, AttachError, FlagKind, WindowLayout, WindowShape};
 use super::window::{SEQUENCE_BITS, Windows, flag_value};
 use expertd_shm::region::SharedRegion;
-use expertd_shm::wait::{TimedOut, WaitPolicy};
+use expertd_shm::wait::TimedOut;
 use expertd_types::{Generation, Rank, Sequence, Slot};
 
 /// Parameters of a rank's exchanges.
@@ -36,9 +36,9 @@ pub(crate) struct ExchangeOptions {
     pub rank: Rank,
     /// The windows' generation.
     pub generation: Generation,
-    /// Time limit of each wait.
+    /// Time limit of each wait, without pauses of this process.
     pub deadline: Duration,
-    /// How long a wait spins before it sleeps, see [`WaitPolicy::spin`].
+    /// How long a wait spins before it sleeps, see [`WaitPolicy::spin`](expertd_shm::WaitPolicy::spin).
     pub spin: Duration,
     /// For tests: whether memory is filled with 0xff bytes (NaN rows, ids of -1) whenever this rank may begin to write it.
     pub poison: bool,
@@ -295,8 +295,8 @@ impl Exchange {
             }
             Some(Ok(()))
         };
-        let policy = WaitPolicy::within(self.options.spin, self.options.deadline);
-        let failure = match windows.doorbell(me).wait_for(policy, poll) {
+        let ExchangeOptions { spin, deadline, .. } = self.options;
+        let failure = match windows.doorbell(me).wait_running(spin, deadline, poll) {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(failure)) => failure,
             Err(TimedOut) => {
@@ -305,8 +305,7 @@ impl Exchange {
                 if peers.is_empty() {
                     return Ok(());
                 }
-                let waited = self.options.deadline;
-                ExchangeError::Missing { phase: kind.phase(), sequence, peers, waited }
+                ExchangeError::Missing { phase: kind.phase(), sequence, peers, waited: deadline }
             }
         };
         Err(self.fail(failure))

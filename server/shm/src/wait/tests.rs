@@ -20,6 +20,12 @@ fn a_timeout_clears_the_sleeping_bit() {
     assert_eq!(bell.wait_until(WaitPolicy::within(Duration::ZERO, limit), || false), Err(TimedOut));
     assert!(start.elapsed() >= limit);
     assert_eq!(bell.0.load(Ordering::Relaxed) & SLEEPING, 0);
+    // In pieces of the longest sleep, as in one.
+    let (start, limit) = (Instant::now(), MAX_SLEEP + limit);
+    assert_eq!(bell.wait_running(Duration::ZERO, limit, || None::<()>), Err(TimedOut));
+    assert!(start.elapsed() >= limit);
+    let is_late = || (start.elapsed() > limit + MAX_SLEEP).then_some(4);
+    assert_eq!(bell.wait_running(Duration::ZERO, Duration::from_secs(60), is_late), Ok(4));
     // A value that is available is returned even if the deadline has passed.
     assert_eq!(bell.wait_for(WaitPolicy::within(SPIN_TIME, Duration::ZERO), || Some(3)), Ok(3));
 }

@@ -9,7 +9,7 @@ use expertd_types::{LayerId, Phase, Rank, Slot, StepId};
 
 use super::Group;
 use crate::cluster::fault::channel_fault;
-use crate::cluster::observed::ObservedTime;
+use expertd_shm::ObservedTime;
 
 /// A step that not every rank has completed.
 #[derive(Debug)]

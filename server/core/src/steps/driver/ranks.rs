@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use expertd_ipc::apart::drop_apart;
 use expertd_ipc::control::CheckpointSource;
 use expertd_scheduler::{AttachAnswer, Fault, LoadFailure, Ranks, Step, Time};
+use expertd_shm::ObservedTime;
 use expertd_types::{Generation, MemoryId, Rank, StepId, WeightVersion};
 
 use super::Processes;
-use crate::cluster::{Group, Loading, ObservedTime, setup_fault};
+use crate::cluster::{Group, Loading, setup_fault};
 use expertd_telemetry::names;
 
 impl Ranks for Processes {

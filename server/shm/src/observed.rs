@@ -7,19 +7,20 @@ const STEP: Duration = Duration::from_millis(500);
 
 /// Time during which this process has looked at something. After a pause of the process, one [`STEP`] of it counts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ObservedTime {
+pub struct ObservedTime {
     looked: Instant,
     total: Duration,
 }
 
 impl ObservedTime {
     /// Starts at zero.
-    pub(crate) const fn start(now: Instant) -> ObservedTime {
+    #[must_use]
+    pub const fn start(now: Instant) -> ObservedTime {
         ObservedTime { looked: now, total: Duration::ZERO }
     }
 
     /// Looks, and returns the time since the start.
-    pub(crate) fn look(&mut self, now: Instant) -> Duration {
+    pub fn look(&mut self, now: Instant) -> Duration {
         self.total += now.saturating_duration_since(self.looked).min(STEP);
         self.looked = now;
         self.total
