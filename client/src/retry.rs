@@ -12,7 +12,8 @@ pub struct RetryPolicy {
     pub max_attempts: u32,
     /// Upper bound of one pause, whatever delay the service states.
     pub max_pause: Duration,
-    /// Time after which no further attempt starts.
+    /// Time after which no further attempt starts but the second one: a first attempt may have taken longer, for example because this
+    /// process was stopped.
     pub max_elapsed: Duration,
 }
 
@@ -40,7 +41,7 @@ impl RetryPolicy {
         let pause = retry_delay(status)
             .unwrap_or_else(|| Duration::from_millis(50).saturating_mul(1 << (attempt.max(1) - 1).min(10)))
             .min(self.max_pause);
-        (elapsed + pause <= self.max_elapsed).then_some(pause)
+        (attempt == 1 || elapsed + pause <= self.max_elapsed).then_some(pause)
     }
 }
 
@@ -62,7 +63,12 @@ mod tests {
         assert_eq!(policy.pause(&busy(asked), 1, Duration::ZERO), Some(asked));
         assert_eq!(policy.pause(&busy(Duration::from_secs(60)), 1, Duration::ZERO), Some(policy.max_pause));
         assert_eq!(policy.pause(&busy(asked), 3, Duration::ZERO), None, "attempts are used up");
-        assert_eq!(policy.pause(&busy(asked), 1, policy.max_elapsed), None, "time is used up");
+        assert_eq!(policy.pause(&busy(asked), 2, policy.max_elapsed), None, "time is used up");
+        assert_eq!(
+            policy.pause(&busy(asked), 1, 2 * policy.max_elapsed),
+            Some(asked),
+            "the first attempt took long"
+        );
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Instant;
 use bytemuck::{Pod, Zeroable as _};
 use expertd_shm::SharedRegion;
 use expertd_shm::descriptors::{receive_fds, send_fds};
+use rustix::net::{RecvFlags, recv};
 
 use crate::wire::FrameHeader;
 
@@ -52,7 +53,9 @@ impl Read for Until<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
+            // What came while this process was stopped is in the socket.
+            let (_, bytes) = recv(self.socket, buf, RecvFlags::DONTWAIT)?;
+            return Ok(bytes);
         }
         self.socket.set_read_timeout(Some(left))?;
         self.socket.read(buf)
@@ -65,7 +68,13 @@ const HTTP2: u32 = u32::from_le_bytes(*b"PRI ");
 fn receive_from(mut socket: impl Read, limit: usize) -> io::Result<Option<(u32, Vec<u8>)>> {
     let mut header = FrameHeader::zeroed();
     let bytes = bytemuck::bytes_of_mut(&mut header);
-    let first = socket.read(bytes)?;
+    // A read with a time limit is interrupted when its process is stopped and continued.
+    let first = loop {
+        match socket.read(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            first => break first?,
+        }
+    };
     if first == 0 {
         return Ok(None);
     }
@@ -179,6 +188,39 @@ mod tests {
         assert!(Instant::now() >= deadline);
         drop(b);
         slow.join().unwrap();
+    }
+
+    #[test]
+    fn what_has_arrived_is_read_after_the_deadline() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        send(&a, 3, b"sentence").unwrap();
+        let over = Instant::now();
+        assert_eq!(receive_until(&b, 100, over).unwrap(), Some((3, b"sentence".to_vec())));
+        a.write_all(&[1]).unwrap();
+        let error = receive_until(&b, 100, over).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
+        drop(a);
+        assert!(receive_until(&b, 100, over).unwrap().is_none());
+    }
+
+    /// Every other read is interrupted.
+    struct Interrupted<'a>(&'a UnixStream, bool);
+
+    impl Read for Interrupted<'_> {
+        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+            self.1 = !self.1;
+            if self.1 { Err(io::ErrorKind::Interrupted.into()) } else { self.0.read(buf) }
+        }
+    }
+
+    #[test]
+    fn interrupted_reads_go_on() {
+        let (a, b) = UnixStream::pair().unwrap();
+        send(&a, 3, b"sentence").unwrap();
+        drop(a);
+        let mut interrupted = Interrupted(&b, false);
+        assert_eq!(receive_from(&mut interrupted, 100).unwrap(), Some((3, b"sentence".to_vec())));
+        assert!(receive_from(&mut interrupted, 100).unwrap().is_none());
     }
 
     #[test]

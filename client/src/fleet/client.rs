@@ -13,6 +13,9 @@ use super::{Choice, Ended, State, watch};
 use crate::MAX_TIMEOUT;
 use expertd_proto::v1::{ForwardRequest, ForwardResponse, GetModelResponse};
 
+/// Attempts count as this much of the time in which a call looks for a service, so that a service that always fails is not tried for ever.
+const SHORT_ATTEMPT: Duration = Duration::from_secs(1);
+
 /// A client of several services. Clones share its connections; the last one to be dropped ends them.
 #[derive(Clone, Debug)]
 pub struct FleetClient {
@@ -100,7 +103,7 @@ impl FleetClient {
     ) -> Result<ForwardResponse, Status> {
         let start = Instant::now();
         let timeout = timeout.map(|timeout| timeout.min(MAX_TIMEOUT));
-        let give_up = start + timeout.unwrap_or(self.shared.config.patience.min(MAX_TIMEOUT));
+        let mut give_up = start + timeout.unwrap_or(self.shared.config.patience.min(MAX_TIMEOUT));
         let mut last = None;
         loop {
             let mut events = self.shared.subscribe();
@@ -113,9 +116,14 @@ impl FleetClient {
                 (Choice::Take(ticket), Some(link)) => {
                     let guard = TicketGuard::new(&self.shared, ticket);
                     let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+                    let begun = Instant::now();
                     match attempt(guard, link, request.clone(), left).await {
                         Attempt::Done(result) => return result.map(|response| *response),
                         Attempt::Elsewhere(status) => last = Some(status),
+                    }
+                    if timeout.is_none() {
+                        // A call that was under way for long did not look for a service meanwhile.
+                        give_up += begun.elapsed().saturating_sub(SHORT_ATTEMPT);
                     }
                     if Instant::now() >= give_up {
                         return Err(self.out_of_time(request.layer, last));

@@ -82,6 +82,10 @@ impl<R: Ranks> Driver<R> {
             // The rows of a new call are on their way to the ranks before anything else is looked at, the answers of the last step
             // included.
             self.hear_experts();
+            if self.steps.is_draining() {
+                // The end of a drain fails what it does not know to be complete.
+                self.hear_ranks();
+            }
             if let Some(end) = self.act() {
                 return Some(end);
             }

@@ -100,11 +100,10 @@ impl Recovery {
         self.policy.max_unready.saturating_sub(self.unready)
     }
 
-    /// Notes that a generation serves.
-    pub(crate) fn ready(&mut self, formed: Time, now: Time) {
-        let sample = now.since(formed);
-        // The first generation reads weights that later ones find in the page cache, so the second sample replaces the first.
-        self.estimate = if self.measured < 2 { sample } else { (self.estimate * 3 + sample) / 4 };
+    /// Notes that a generation serves whose processes started at `started`.
+    pub(crate) fn ready(&mut self, started: Time, now: Time) {
+        let sample = now.since(started);
+        self.estimate = if self.measured == 0 { sample } else { (self.estimate * 3 + sample) / 4 };
         self.measured += 1;
         self.unready = 0;
     }

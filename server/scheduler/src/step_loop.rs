@@ -69,7 +69,8 @@ impl Request {
 #[derive(Clone, Copy, Debug)]
 struct GroupLife {
     generation: Generation,
-    formed: Time,
+    /// When its ranks started, or, while they have not, when it was wanted.
+    started: Time,
     ready: Option<Time>,
     steps_completed: u64,
     /// Number of launched steps, which determines the slot of the next one.
@@ -272,6 +273,11 @@ impl StepLoop {
     /// Number of queue entries that were examined to form the last step.
     pub const fn entries_examined(&self) -> usize {
         self.examined
+    }
+
+    /// Whether the service drains.
+    pub const fn is_draining(&self) -> bool {
+        self.drain.is_some()
     }
 
     /// The generation whose processes run, whether or not it serves.

@@ -14,6 +14,7 @@ use expertd_session::wire::{CompletionRecord, frame};
 use expertd_telemetry::{RequestMetrics, code_name};
 use expertd_types::MemoryId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 /// Interval at which an opening session checks whether its client still waits.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
@@ -121,7 +122,7 @@ impl Session {
             }
             // A client whose deadline has passed ends its half of the socket.
             let mut ends = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-            if poll(&mut ends, Some(&Timespec::default())) != Ok(0) {
+            if !matches!(poll(&mut ends, Some(&Timespec::default())), Ok(0) | Err(Errno::INTR)) {
                 return Err(format!("the ranks have not attached the memory in time: {}", late()));
             }
             let waited = self.attachment_changed.wait_timeout(attachment, LOOK_INTERVAL);

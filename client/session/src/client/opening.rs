@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use expertd_shm::descriptors::send_fds;
+use rustix::io::retry_on_intr;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -44,7 +45,8 @@ impl<'a> Opening<'a> {
         let socket = socket.map_err(|error| failed(error.into()))?;
         // Connecting waits while a stopped service has not accepted earlier clients; the time limit for writes ends it.
         set_socket_timeout(&socket, Timeout::Send, Some(timeout.max(Duration::from_micros(1))))
-            .and_then(|()| connect(&socket, &SocketAddrUnix::new(path)?))
+            .and_then(|()| SocketAddrUnix::new(path))
+            .and_then(|path| retry_on_intr(|| connect(&socket, &path)))
             .map_err(|error| failed(error.into()))?;
         Ok(Opening { socket: socket.into(), address, timeout, deadline, unsent: None })
     }

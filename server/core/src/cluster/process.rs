@@ -153,8 +153,10 @@ impl ChildProcess {
         while let Some(child) = &mut self.child {
             // The wait is bounded, so it is no standstill of the calling thread.
             progress::tick();
+            // Read before the look, which may come after a pause.
+            let now = Instant::now();
             match child.try_wait() {
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+                Ok(None) if now < deadline => std::thread::sleep(Duration::from_millis(2)),
                 Ok(None) => return,
                 Ok(Some(_)) | Err(_) => self.child = None,
             }

@@ -20,6 +20,7 @@ use super::tier::{Outward, Rest};
 use expertd_ipc::{ExpertsNotice, RankChannel, RankStaging, StepDescriptor};
 use expertd_rank::segments::CheckedSegment;
 use expertd_rank::{ClientMemory, StepEngine, StepFault, StepReport};
+use expertd_shm::ObservedTime;
 use expertd_types::{DType, MemoryId, Phase, Sequence};
 
 /// Interval at which a wait for the device asks the driver for errors.
@@ -49,19 +50,19 @@ pub(super) struct Running {
 
 /// The wait for the oldest running step.
 pub(super) struct Watch {
-    since: Instant,
+    time: ObservedTime,
     next_query: Duration,
     looks: u32,
 }
 
 impl Watch {
     pub(super) fn start() -> Self {
-        Watch { since: Instant::now(), next_query: QUERY_INTERVAL, looks: 0 }
+        Watch { time: ObservedTime::start(Instant::now()), next_query: QUERY_INTERVAL, looks: 0 }
     }
 
-    /// Time since the step became the oldest one.
-    pub(super) fn waited(&self) -> Duration {
-        self.since.elapsed()
+    /// Time since the step became the oldest one, without pauses of this process.
+    pub(super) fn waited(&mut self) -> Duration {
+        self.time.look(Instant::now())
     }
 }
 
@@ -160,7 +161,7 @@ impl CudaEngine {
         if !watch.looks.is_multiple_of(256) {
             return Ok(false);
         }
-        let waited = watch.since.elapsed();
+        let waited = watch.waited();
         if waited > watch.next_query {
             watch.next_query = waited + QUERY_INTERVAL;
             // SAFETY: a live stream.

@@ -71,6 +71,7 @@ impl<R: Ranks> Driver<R> {
 
     fn start_ranks(&mut self, version: WeightVersion) {
         let Some(generation) = self.steps.generation() else { return };
+        self.steps.ranks_start(self.ranks.now());
         match self.ranks.form(generation, version) {
             Ok(()) => self.group = Some((generation, version)),
             Err(fault) => self.fault(&fault),

@@ -140,7 +140,7 @@ impl StepLoop {
 
     pub(super) fn expected_ready(&self, now: Time) -> Time {
         let forming = self.group.filter(|_| !self.is_leaving());
-        self.recovery.expected_ready(forming.map(|group| group.formed), now)
+        self.recovery.expected_ready(forming.map(|group| group.started), now)
     }
 
     /// The failure of requests that do not wait for the next generation.

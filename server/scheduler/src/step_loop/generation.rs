@@ -25,9 +25,14 @@ impl StepLoop {
         self.last_generation += 1;
         let generation = Generation(self.last_generation);
         self.group =
-            Some(GroupLife { generation, formed: now, ready: None, steps_completed: 0, steps_launched: 0 });
+            Some(GroupLife { generation, started: now, ready: None, steps_completed: 0, steps_launched: 0 });
         self.actions.push_back(Action::FormGroup { generation });
         true
+    }
+
+    /// Event: the ranks of a generation start, whose weights are in memory.
+    pub fn ranks_start(&mut self, now: Time) {
+        self.group.iter_mut().for_each(|group| group.started = now);
     }
 
     /// The next generation is to serve other weights, which are loaded: the present one ends once its steps are complete,
@@ -61,7 +66,7 @@ impl StepLoop {
             return;
         };
         group.ready = Some(now);
-        self.recovery.ready(group.formed, now);
+        self.recovery.ready(group.started, now);
         self.has_served = true;
         self.reason = "".into();
         self.is_replacement = false;
