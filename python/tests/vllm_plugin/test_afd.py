@@ -33,8 +33,8 @@ class Engines:
         self.folder, self.prompts = folder, prompts()
         self.folders = {family: folder / family for family in AFD_FAMILIES}
         for family, checkpoint in self.folders.items():
-            make_checkpoint(family, checkpoint)
-        make_checkpoint("deepseek_v2", folder / "other")
+            make_checkpoint(family, checkpoint, **AFD_FAMILIES[family])
+        make_checkpoint("deepseek_v2", folder / "other", **AFD_FAMILIES["deepseek_v2"])
         self.services = {family: services.enter_context(serve(path)) for family, path in self.folders.items()}
         local, _ = self.run([self.job(family, None) for family in AFD_FAMILIES])
         self.local = dict(zip(AFD_FAMILIES, local, strict=True))
