@@ -30,7 +30,7 @@ impl<'a> PackedRows<'a> {
 /// If `x` is not a packed row for `matrix`, or `scales` does not have one element per block.
 pub(crate) fn fix_row(matrix: &PackedMatrix, x: &mut [f32], scales: &mut [f32]) {
     assert_eq!((x.len(), scales.len()), (matrix.blocks() * K_BLOCK, matrix.blocks()));
-    let kernel = fixed_kernel(matrix.level(), matrix.format(), matrix.has_zeros());
+    let kernel = fixed_kernel(matrix.level(), matrix.format(), matrix.groups);
     // Without short-circuits, so that the compiler vectorises it.
     let finite = |x: &[f32]| x.iter().fold(true, |finite, x| finite & x.is_finite());
     match kernel.filter(|_| matrix.level().is_supported() && finite(x)) {

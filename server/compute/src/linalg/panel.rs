@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 
 use super::fixed::PackedRows;
 use super::groups::GroupLayout;
-use super::kernels::{KernelArgs, fixed_kernel, kernel, widen};
+use super::kernels::{Kernel, KernelArgs, fixed_kernel, kernel, widen};
 use super::packed::{K_BLOCK, MAX_PANEL, PackedMatrix};
 use super::tiles::{Tiling, padded};
 use expertd_model::WeightFormat;
@@ -37,9 +37,46 @@ const PAIRS: usize = K_BLOCK / 2;
 pub(crate) fn multiply(
     matrix: &PackedMatrix,
     panel: usize,
+    rows: PackedRows<'_>,
+    acc: &mut [f32],
+    next: &[u8],
+) {
+    // Several tiles share the work of widening weights that have scales. One tile of the most rows leaves its FP8 kernel
+    // too few registers, so that widening first is faster there, too.
+    let crowded = matrix.format == WeightFormat::Fp8E4m3 && rows.rows > CROWDED_ROWS;
+    let shared = rows.rows > matrix.level.max_tile_rows();
+    match widen(matrix.level, matrix.format, matrix.has_zeros()).filter(|_| shared || crowded) {
+        Some(widen) => multiply_widened(matrix, panel, rows, acc, next, widen),
+        None => add_products(matrix, panel, rows, acc, next, None),
+    }
+}
+
+/// Multiplies with weights that `widen` writes to the stack. It is a function of its own, because each call of one with such a frame
+/// touches all pages of the frame.
+#[inline(never)]
+fn multiply_widened(
+    matrix: &PackedMatrix,
+    panel: usize,
+    rows: PackedRows<'_>,
+    acc: &mut [f32],
+    next: &[u8],
+    widen: Kernel,
+) {
+    // The buffer stays uninitialised: filling it with zeros takes a tenth of the time of a panel of 4-bit weights.
+    let mut wide = MaybeUninit::<[f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL]>::uninit();
+    add_products(matrix, panel, rows, acc, next, Some((widen, wide.as_mut_ptr().cast())));
+}
+
+/// See [`multiply`]. `wide` is the kernel that widens weights, and memory for `WIDE_BLOCKS` blocks of f32; `None` if the other kernels
+/// read the weights as they are.
+#[inline(always)]
+fn add_products(
+    matrix: &PackedMatrix,
+    panel: usize,
     PackedRows { rows, x, scales: x_scales }: PackedRows<'_>,
     acc: &mut [f32],
     next: &[u8],
+    wide: Option<(Kernel, *mut f32)>,
 ) {
     let width = matrix.level.panel_width();
     let k = padded(matrix.k());
@@ -69,15 +106,9 @@ pub(crate) fn multiply(
         tiles => (next.as_ptr(), next.len().div_ceil(tiles * blocks * PAIRS), blocks),
     };
     let zeros = matrix.has_zeros();
-    let fixed = fixed_kernel(matrix.level, matrix.format, zeros).filter(|_| !x_scales.is_empty());
+    let fixed = fixed_kernel(matrix.level, matrix.format, matrix.groups).filter(|_| !x_scales.is_empty());
     assert!(fixed.is_some() || x_scales.is_empty(), "the matrix takes no fixed-point rows");
-    // Several tiles share the work of widening weights that have scales. One tile of the most rows leaves its FP8 kernel
-    // too few registers, so that widening first is faster there, too.
-    let crowded = matrix.format == WeightFormat::Fp8E4m3 && rows > CROWDED_ROWS;
-    let widen = widen(matrix.level, matrix.format, zeros).filter(|_| tiling.tiles() > 1 || crowded);
-    let part = if widen.is_some() { part.min(WIDE_BLOCKS) } else { part };
-    // The buffer stays uninitialised: filling it with zeros takes a tenth of the time of a panel of 4-bit weights.
-    let mut wide = MaybeUninit::<[f32; WIDE_BLOCKS * K_BLOCK * MAX_PANEL]>::uninit();
+    let part = if wide.is_some() { part.min(WIDE_BLOCKS) } else { part };
     for first in (0..blocks).step_by(part) {
         let blocks = part.min(blocks - first);
         let scale_vector = panel * matrix.scale_vectors() + first / matrix.scale_blocks;
@@ -91,19 +122,19 @@ pub(crate) fn multiply(
             x: x.as_ptr(),
             x_scales: x_scales.get(first..).unwrap_or_default().as_ptr(),
             blocks,
-            acc: wide.as_mut_ptr().cast(),
+            acc: wide.map_or(std::ptr::null_mut(), |(_, wide)| wide),
             prefetch,
             prefetch_step,
             next_from: next_from.checked_sub(first).unwrap_or(usize::MAX),
             prefetch_next: next.as_ptr(),
         };
         let mut format = matrix.format;
-        if let Some(widen) = widen {
+        if let Some((widen, wide)) = wide {
             // SAFETY: the level is supported; weights and scales have the lengths that `KernelArgs` asks for (see below), and
             // `wide` has room for `WIDE_BLOCKS` blocks of f32, of which a part has no more. `widen` writes all elements of
             // these blocks, and the kernel reads no others.
             unsafe { widen(&arguments) };
-            arguments.weights = wide.as_ptr().cast();
+            arguments.weights = wide.cast();
             format = WeightFormat::F32;
         }
         for tile in tiling.iter() {

@@ -183,9 +183,10 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
     }
 
     /// Converts the rows of parts that have only one to fixed-point numbers, where a matrix takes them. It takes about as long
-    /// as waking a thread.
+    /// as waking a thread. A row of several neighbouring parts is converted once.
     fn fix(&self, workspace: &mut Workspace, projection: Projection) {
         let Workspace { x, x_scales, h, h_scales, parts, .. } = workspace;
+        let mut last: Option<&ExpertPart> = None;
         for part in parts.iter().filter(|part| part.rows == 1) {
             let expert = self.expert(part.expert);
             let (matrix, rows, scales) = match projection {
@@ -193,8 +194,30 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
                 Projection::Down => (&expert.down, &mut *h, &mut *h_scales),
             };
             let (k, blocks) = (padded(matrix.k()), padded(matrix.k()) / K_BLOCK);
-            fix_row(matrix, &mut rows[part.start * k..][..k], &mut scales[part.start * blocks..][..blocks]);
+            let shared =
+                last.filter(|last| matches!(projection, Projection::GateUp) && self.is_same_row(last, part));
+            let shared = shared.filter(|last| is_alike(matrix, &self.expert(last.expert).gate_up));
+            match shared.filter(|last| !scales[last.start * blocks].is_nan()) {
+                Some(last) => {
+                    rows.copy_within(last.start * k..(last.start + 1) * k, part.start * k);
+                    scales.copy_within(last.start * blocks..(last.start + 1) * blocks, part.start * blocks);
+                }
+                None => fix_row(
+                    matrix,
+                    &mut rows[part.start * k..][..k],
+                    &mut scales[part.start * blocks..][..blocks],
+                ),
+            }
+            last = Some(part);
         }
+    }
+
+    /// Whether two parts that have one row each have packed the same.
+    fn is_same_row(&self, a: &ExpertPart, b: &ExpertPart) -> bool {
+        let is_zero = |part: &ExpertPart| self.weights.is_some_and(|weights| weights[part.first] == 0.0);
+        self.kind.weight_on == WeightOn::Output
+            && self.number(a.first) == self.number(b.first)
+            && is_zero(a) == is_zero(b)
     }
 
     /// Quantises the inputs of the down projections if the kind says so.
@@ -325,6 +348,11 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
         let weights = self.weights.filter(|_| self.kind.weight_on == WeightOn::Output)?;
         Some(&weights[part.first..][..part.rows])
     }
+}
+
+/// Whether kernels of both matrices take the same rows.
+fn is_alike(a: &PackedMatrix, b: &PackedMatrix) -> bool {
+    (a.format(), a.form().groups) == (b.format(), b.form().groups)
 }
 
 /// The rows of a part as operands of `matrix`.

@@ -7,8 +7,8 @@ use rand::RngExt;
 use super::*;
 use crate::experts::{Assignments, ExpertKind, reference};
 use crate::linalg::Fp8Scales;
-use crate::linalg::tests::{FORMATS, TestMatrix, levels, random_rows};
-use expertd_model::{Activation, ExpertBiases, WeightFormat, WeightOn};
+use crate::linalg::tests::{FORMATS, Int4Kind, TestMatrix, levels, random_rows};
+use expertd_model::{Activation, ExpertBiases, Packing, ScaleFormat, WeightFormat, WeightOn};
 
 struct TestExpert {
     gate: TestMatrix,
@@ -243,6 +243,37 @@ fn every_format_and_kind() {
                 let routing =
                     Routing::new(&mut rng, 5, rows, |rng, expert, _| expert != 2 && rng.random_bool(0.4));
                 case(&mut rng, kind, &experts, &routing, rows, None);
+            }
+        }
+    }
+}
+
+/// Experts that have only this row, some with weight zero, and INT4 experts in different layouts.
+#[test]
+fn one_row_on_several_experts() {
+    let mut rng = expertd_test_seed::rng();
+    let (hidden, intermediate) = (96, 64);
+    for format in FORMATS {
+        for kind in kinds() {
+            let mut expert = |i: usize| {
+                let mut expert = TestExpert::random(&mut rng, format, hidden, intermediate, false);
+                if format == WeightFormat::Int4 {
+                    let group = [32, 16, 8][i % 3];
+                    let zeros = (i % 2 == 1).then_some((Packing::Strided, 0));
+                    let (packing, scales) = (Packing::Strided, ScaleFormat::Bf16);
+                    let int4 = Int4Kind { group, scales, packing, zeros };
+                    expert.gate = TestMatrix::int4(&mut rng, intermediate, hidden, int4);
+                    expert.up = TestMatrix::int4(&mut rng, intermediate, hidden, int4);
+                }
+                expert
+            };
+            let experts: Vec<_> = (0..9).map(&mut expert).collect();
+            let mut routing = Routing::new(&mut rng, 9, 2, |_, expert, row| row == usize::from(expert > 6));
+            for i in [0, 3] {
+                routing.weights[i] = 0.0;
+            }
+            for chunk in [None, Some(3)] {
+                case(&mut rng, kind, &experts, &routing, 2, chunk);
             }
         }
     }

@@ -3,6 +3,9 @@
 use super::*;
 use crate::linalg::tests::{FORMATS, TestMatrix, levels, random_rows, relative_error};
 use crate::linalg::{MatmulScratch, SimdLevel, matmul};
+use expertd_model::{
+    GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints, decode,
+};
 
 /// The product of one row with the matrix on a level.
 fn product(level: SimdLevel, matrix: &TestMatrix, x: &[f32]) -> Vec<f32> {
@@ -19,7 +22,7 @@ fn exact(matrix: &TestMatrix, x: &[f32]) -> Vec<f64> {
     matrix.values.chunks_exact(x.len()).map(dot).collect()
 }
 
-/// One bit less would double the error. Single draws may be a tenth worse than f32, so the errors of several are compared.
+/// One bit less would exceed the limit. Single draws may be a tenth worse than f32, so the errors of several are compared.
 #[test]
 fn fixed_point_is_as_exact_as_f32() {
     const DRAWS: usize = 8;
@@ -43,12 +46,90 @@ fn fixed_point_is_as_exact_as_f32() {
             let f32_error = error(SimdLevel::Portable);
             for level in levels() {
                 let packed = PackedMatrix::pack_for(level, &draws[0].0.view()).unwrap();
-                if fixed_kernel(level, packed.format(), packed.has_zeros()).is_some() {
+                if fixed_kernel(level, packed.format(), packed.groups).is_some() {
                     let error = error(level);
                     assert!(
                         error < 1.25 * f32_error,
                         "{format:?} {level} x^{power}: {error:e}, in f32 {f32_error:e}"
                     );
+                }
+            }
+        }
+    }
+}
+
+/// Every element is the same integer, so that the sums of its digits are as large as they can be.
+#[test]
+fn the_largest_sums_of_digits_are_exact() {
+    let (n, k) = (16, 64);
+    // Digits of 127, of -128, and elements at which a block's exponent changes.
+    let largest = 0x7f_7f7f;
+    let near = (-2..=2).map(|off| largest + off);
+    let integers = near.chain([0x7e_7f7f, 0x7e_8080, 0x7f_7f80, 0x7f_0000, 0x40_8080]);
+    for x in integers.flat_map(|x: i32| [x, -x]) {
+        for code in [0x0_u8, 0x7, 0x8, 0xf] {
+            for (format, group, zero) in [
+                (WeightFormat::Mxfp4, 32, None),
+                (WeightFormat::Nvfp4, 16, None),
+                (WeightFormat::Nvfp4, 8, None),
+                (WeightFormat::Int4, 32, None),
+                (WeightFormat::Int4, 16, None),
+                (WeightFormat::Int4, 8, None),
+                (WeightFormat::Int4, 32, Some(0_u8)),
+                (WeightFormat::Int4, 16, Some(15)),
+                (WeightFormat::Int4, 8, Some(15)),
+            ] {
+                let data = vec![code * 0x11; n * k / 2];
+                let ones: Vec<u8> = (0..n * k / group).flat_map(|_| 1.0_f32.to_le_bytes()).collect();
+                let exponents = vec![127; n * k / 32];
+                let points = vec![zero.unwrap_or(8) * 0x11; n * k / group / 2];
+                let zeros = zero.map(|_| ZeroPoints {
+                    data: &points,
+                    packing: Packing::Strided,
+                    row_stride: k / group,
+                    group_stride: 1,
+                    bias: 0,
+                });
+                let weight = match format {
+                    WeightFormat::Int4 => f32::from(code) - f32::from(zero.unwrap_or(8)),
+                    _ => decode::fp4_e2m1(code),
+                };
+                let scales = if format == WeightFormat::Mxfp4 {
+                    Scales::Mx { exponents: &exponents, row_stride: k / 32 }
+                } else {
+                    let groups = GroupScales {
+                        cols: group,
+                        format: ScaleFormat::F32,
+                        data: &ones,
+                        row_stride: k / group,
+                        group_stride: 1,
+                        factor: 1.0,
+                        zeros,
+                    };
+                    Scales::Groups(groups)
+                };
+                let view = MatrixView {
+                    format,
+                    packing: Packing::Strided,
+                    data: &data,
+                    rows: n,
+                    cols: k,
+                    row_stride: k,
+                    col_stride: 1,
+                    scales,
+                };
+                let want = f64::from(x) * f64::from(weight) * k as f64;
+                for level in levels() {
+                    let packed = PackedMatrix::pack_for(level, &view).unwrap();
+                    let mut out = vec![f32::NAN; n];
+                    matmul(&vec![x as f32; k], &packed, &mut out, &mut MatmulScratch::new(k, 1), None);
+                    for got in out {
+                        // Two integers of 24 bits are rounded, and their sums with each other and with the last block's.
+                        assert!(
+                            (f64::from(got) - want).abs() <= 4e-7 * want.abs(),
+                            "{format:?} {level}, groups of {group}, {zero:?}: {x:#x} times {weight}: {got}, not {want}"
+                        );
+                    }
                 }
             }
         }

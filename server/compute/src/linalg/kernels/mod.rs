@@ -79,11 +79,15 @@ pub(super) struct FixedKernel {
     pub(super) multiply: Kernel,
 }
 
-/// The kernel for one row of fixed-point numbers; `None` if the f32 kernel is the only one.
-pub(super) fn fixed_kernel(level: SimdLevel, format: WeightFormat, zeros: bool) -> Option<FixedKernel> {
+/// The kernel for one row of fixed-point numbers and scales within blocks; `None` if the f32 kernel is the only one.
+pub(super) fn fixed_kernel(
+    level: SimdLevel,
+    format: WeightFormat,
+    groups: Option<GroupLayout>,
+) -> Option<FixedKernel> {
     match level {
         #[cfg(target_arch = "x86_64")]
-        SimdLevel::Avx2 => avx2::fixed_kernel(format, zeros),
+        SimdLevel::Avx2 => groups.and_then(|groups| avx2::fixed_kernel(format, groups)),
         _ => None,
     }
 }
