@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// The most that passes between two looks.
+/// The most that counts between two looks.
 const STEP: Duration = Duration::from_millis(500);
 
-/// Time during which this process has looked at something. After a pause of the process, one [`STEP`] of it counts.
+/// Time during which this process has looked at something. Of a pause of the process half a second counts.
 #[derive(Clone, Copy, Debug)]
 pub struct ObservedTime {
     looked: Instant,
