@@ -34,7 +34,7 @@ pub fn receive(socket: &UnixStream, limit: usize) -> io::Result<Option<(u32, Vec
 /// [`receive`] with a time limit for the whole frame, however slowly its bytes arrive. It replaces the socket's read timeout.
 ///
 /// # Errors
-/// As [`receive`], and if the frame is not complete at `deadline`.
+/// As [`receive`], and if not all of the frame has arrived at `deadline`.
 pub fn receive_until(
     socket: &UnixStream,
     limit: usize,

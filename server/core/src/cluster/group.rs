@@ -21,8 +21,7 @@ use expertd_ipc::apart::{Dropping, drop_apart, drop_apart_then};
 use expertd_ipc::control::{FailureKind, FromRank, RankSetup, ToRank};
 use expertd_ipc::{ChannelError, Completion, RouterBell, RouterChannel, RowCounts, RowCountsShape};
 use expertd_scheduler::{AttachAnswer, Fault, FaultKind};
-use expertd_shm::ObservedTime;
-use expertd_shm::SharedRegion;
+use expertd_shm::{ObservedTime, SharedRegion};
 use expertd_telemetry::progress;
 use expertd_types::{DeviceUsage, ExpertPlacement, Generation, MemoryId, Rank};
 
