@@ -13,7 +13,7 @@ use expertd_kernels::experts::{
     repack_host,
 };
 use expertd_model::{
-    ExpertWeights, GroupScales, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints,
+    ExpertWeights, GroupScales, INT4_ZERO, MatrixView, Packing, ScaleFormat, Scales, WeightFormat, ZeroPoints,
 };
 use half::{bf16, f16};
 use rand::rngs::SmallRng;
@@ -149,7 +149,9 @@ impl Drawn {
                 }
             }
         }
-        let zeros = (0..rows * cols).map(|_| random.random()).collect();
+        // Not all are those of symmetric integers, which CPU ranks leave out: a matrix may have one zero point only.
+        let mut zeros: Vec<u8> = (0..rows * cols).map(|_| random.random()).collect();
+        zeros[0] = if zeros[0] & 0xf == INT4_ZERO { 0 } else { zeros[0] };
         Drawn { data, scales, values, zeros, rows, cols }
     }
 
