@@ -45,10 +45,6 @@ pub const MAX_STEPS_IN_FLIGHT: usize = 64;
 /// An expert gets the slot of another if its score is more than this times the other's.
 pub const MARGIN: f32 = 1.25;
 
-/// What ranks log of a layer that gets no slots because a slot could not take every expert of it.
-pub const NOT_ALIKE: &str = "experts of this layer are packed in different ways, as where only some have zero points other than 8: \
-                             none of them is copied, and CPU ranks compute them in all steps";
-
 /// Number of an expert slot within its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SlotIndex(pub u32);

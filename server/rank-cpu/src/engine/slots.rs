@@ -13,7 +13,7 @@ use expertd_compute::experts::cpu::CpuExpert;
 use expertd_ipc::RowCounts;
 use expertd_rank::StepFault;
 use expertd_shm::faults;
-use expertd_tier::slots::{LayerSlots, NOT_ALIKE, SlotDriver, Upload};
+use expertd_tier::slots::{LayerSlots, SlotDriver, Upload};
 use expertd_types::{ExpertId, LayerId, Rank, Sequence};
 
 use super::grouped::{StepExperts, computes};
@@ -74,10 +74,8 @@ impl Slots {
         bytes: u64,
     ) -> std::io::Result<Option<Self>> {
         // `[layers]`: an expert like those that are copied.
-        let like: Vec<Option<&CpuExpert>> = (0..)
-            .zip(layers.iter().zip(on_cpus))
-            .map(|(number, (layer, on_cpus))| alike(LayerId(number), layer.as_ref()?, on_cpus))
-            .collect();
+        let like: Vec<Option<&CpuExpert>> =
+            layers.iter().zip(on_cpus).map(|(layer, on_cpus)| alike(layer.as_ref()?, on_cpus)).collect();
         let expert_bytes: Vec<u64> =
             like.iter().map(|like| like.map_or(0, |expert| expert.bytes() as u64)).collect();
         let fit = bytes.checked_div(expert_bytes.iter().sum()).unwrap_or(0);
@@ -175,15 +173,11 @@ impl Slots {
     }
 }
 
-/// One of the experts `on_cpus` of layer `number` that has all experts; `None` if there are none, or if they are not packed alike.
-fn alike<'a>(number: LayerId, layer: &'a RankLayer, on_cpus: &[ExpertId]) -> Option<&'a CpuExpert> {
+/// One of the experts `on_cpus` of a layer that has all experts; `None` if there are none, or if they are not packed alike.
+fn alike<'a>(layer: &'a RankLayer, on_cpus: &[ExpertId]) -> Option<&'a CpuExpert> {
     let mut experts = on_cpus.iter().map(|id| &layer.experts[layer.local[id.index()] as usize]);
     let first = experts.next()?;
-    let are_alike = experts.all(|expert| expert.is_like(first));
-    if !are_alike {
-        tracing::warn!(layer = %number, "{NOT_ALIKE}");
-    }
-    are_alike.then_some(first)
+    experts.all(|expert| expert.is_like(first)).then_some(first)
 }
 
 /// `[layers]`: the experts that ranks beside `source` compute.

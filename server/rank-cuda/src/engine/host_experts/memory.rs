@@ -20,7 +20,6 @@ use expertd_model::ModelSpec;
 use expertd_rank::{Failure, Joining, setup_failure};
 use expertd_rank_cpu::HeldExperts;
 use expertd_shm::faults;
-use expertd_tier::slots::NOT_ALIKE;
 use expertd_types::{LayerId, Rank};
 
 /// Bytes that are pinned at a time. Calls of the driver from other threads may wait for as long as that takes.
@@ -246,7 +245,6 @@ impl HostLayer {
                 });
                 // A copy of several experts is repacked at once, so that all must look alike.
                 if (all.bytes, all.matrices) != (bytes, matrices) {
-                    tracing::warn!(%layer, expert = number, "{NOT_ALIKE}");
                     return None;
                 }
                 all.experts.push(HostExpert { expert: number, memory, at: first - base });
