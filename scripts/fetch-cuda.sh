@@ -29,7 +29,8 @@ if [ -x "$home/bin/nvcc" ]; then
     echo "fetch-cuda: $home exists already"
 else
     mkdir -p "$dir"
-    "$python" -m pip install --quiet --disable-pip-version-check --no-input --upgrade --target "$dir" "$TOOLKIT" || {
+    "$root/scripts/again.sh" \
+        "$python" -m pip install --quiet --disable-pip-version-check --no-input --upgrade --target "$dir" "$TOOLKIT" || {
         echo "fetch-cuda: pip could not install $TOOLKIT into $dir; see its message above" >&2
         exit 1
     }

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 venv=${CARGO_TARGET_DIR:-$PWD/target}/network-tests
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
-"$venv/bin/pip" install --quiet --no-deps nixl-cu13==1.5.1
+scripts/again.sh "$venv/bin/pip" install --quiet --no-deps nixl-cu13==1.5.1
 EXPERTD_NIXL=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export EXPERTD_NIXL
 probe=expertd-probe-$$

@@ -19,10 +19,10 @@ fi
 venv=$CARGO_TARGET_DIR/python-tests
 
 "$python" -m venv --clear "$venv"
-"$venv/bin/pip" install --quiet ./python'[test]' mypy
-"$venv/bin/pip" install --quiet --no-deps nixl-cu13==1.5.1
+scripts/again.sh "$venv/bin/pip" install --quiet ./python'[test]' mypy
+scripts/again.sh "$venv/bin/pip" install --quiet --no-deps nixl-cu13==1.5.1
 if [[ -n ${EXPERTD_TEST_TRANSFORMERS:-} ]]; then
-    "$venv/bin/pip" install --quiet torch "transformers==$EXPERTD_TEST_TRANSFORMERS"
+    scripts/again.sh "$venv/bin/pip" install --quiet torch "transformers==$EXPERTD_TEST_TRANSFORMERS"
 fi
 # From here on the command is the wheel's own.
 unset EXPERTD_BINARY

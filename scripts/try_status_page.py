@@ -147,6 +147,9 @@ def recorded(browser: Browser, picture: pathlib.Path | None) -> None:
     """The page of a service on two GPUs, as it was under load and after a fault."""
     recording = Recording(RECORDING, RECORDED)
     recording.play()
+    # The page before asks no more once it is gone.
+    browser.call("Page.navigate", url="about:blank")
+    browser.until("location.href === 'about:blank'", "an empty page")
     browser.events.clear()
     browser.call("Page.navigate", url=f"http://{RECORDED}/")
     browser.until("document.getElementById('state').textContent === 'serving'", "that the recorded service serves")

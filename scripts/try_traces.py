@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,8 @@ def main() -> None:
                                      "OTEL_BSP_SCHEDULE_DELAY": "500",
                                      # A collector that has no processor time for a while loses none.
                                      "OTEL_BSP_MAX_QUEUE_SIZE": "100000", "OTEL_EXPORTER_OTLP_TIMEOUT": "60000"})
+        host, port = OTLP_GRPC.rsplit(":", 1)
+        until("the collector listens", lambda: socket.create_connection((host, int(port)), timeout=2).close() is None)
         until("the service is ready", lambda: fetch(f"http://{METRICS}/readyz"))
         load = [given.binaries / "expertd-loadtest", "--quiet", "--no-echo", "--connections", "1", "--duration", given.seconds]
         loads = [start(*load, "--address", LISTEN, "--outstanding", "3", "--tokens", "uniform:1-48"),

@@ -5,6 +5,7 @@ import concurrent.futures
 import os
 import pathlib
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import seed
 from conftest import recorded, stopped, worst_row
 
 import expertd
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "loadtest/peers/engines"))
+import processes  # noqa: E402
 
 
 def batches(it, count):
@@ -73,12 +77,6 @@ def test_asyncio_calls_streams_errors_and_cancellation(golden):
     asyncio.run(run())
 
 
-def children(pid):
-    """Processes that any thread of `pid` started."""
-    lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in lists for child in path.read_text().split()]
-
-
 @pytest.mark.parametrize("session", [None, "host"])
 def test_callers_do_not_see_that_a_rank_died(session):
     # No generation ends because the machine is busy.
@@ -91,7 +89,7 @@ def test_callers_do_not_see_that_a_rank_died(session):
         with client.stream() as stream:
             for victim in (0, 1):
                 pending = [stream.submit(layer, rows) for _ in range(20)]
-                os.kill(sorted(children(service.process.pid))[victim], signal.SIGKILL)
+                os.kill(processes.rank_of(service.process.pid, victim), signal.SIGKILL)
                 pending += [stream.submit(layer, rows) for _ in range(20)]
                 answers = [one.result() for one in pending] + [client.forward(layer, rows)]
                 for answer in answers:

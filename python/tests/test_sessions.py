@@ -49,7 +49,7 @@ def test_calls_wait_for_room_in_the_session(started):
     assert 100 * 2 * small[0].nbytes > 16 << 20
     expected = [np.asarray(it.client.forward(layer, rows).rows) for rows in small]
     # The service's queue is full at times, too.
-    patient = expertd.RetryPolicy(max_attempts=10_000)
+    patient = expertd.RetryPolicy(max_attempts=10_000, max_elapsed=300)
     with it.service.client(session="host", retry=patient) as client, client.stream() as stream:
         pending = [stream.submit(layer, small[i % 4]) for i in range(100)]
         for i, one in enumerate(pending):

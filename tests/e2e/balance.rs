@@ -101,7 +101,7 @@ pub(crate) fn owned(model: &GetModelResponse, layer: u32) -> Vec<Vec<u32>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_placement_with_copies_comes_in_without_a_failed_call() {
-    let service = Service::start(FAMILY, 2, &["--max-tokens-per-step", "8"]);
+    let service = Service::start(FAMILY, 2, &[&PATIENT[..], &["--max-tokens-per-step", "8"]].concat());
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 1, ROWS);
     let layers = rows.layers().to_vec();

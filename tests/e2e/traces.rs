@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::service::load::{Rows, check};
-use crate::service::{Service, eventually, golden};
+use crate::service::{PATIENT, Service, eventually, golden};
 use expertd_client::Client;
 use expertd_client::session::{SessionClient, SessionOptions};
 use expertd_proto::v1::ForwardRequest;
@@ -125,7 +125,9 @@ fn request(tokens: usize) -> (ForwardRequest, Vec<f32>) {
 async fn requests_are_spans_of_the_callers_trace() {
     let received = Received::default();
     let endpoint = received.serve().await;
-    let more = ["--otlp-endpoint", &endpoint, "--max-tokens-per-step", "8", "--max-tokens-per-request", "64"];
+    // A step that is lost with its generation has another span.
+    let limits = ["--max-tokens-per-step", "8", "--max-tokens-per-request", "64"];
+    let more = [&["--otlp-endpoint", &endpoint], &limits[..], &PATIENT].concat();
     let environment = [("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")];
     let mut service = Service::start_with(FAMILY, 2, &more, &environment);
     let client = Client::connect(&service.address).await.unwrap();
@@ -205,7 +207,8 @@ async fn calls_of_sessions_are_spans() {
     let folder = tempfile::tempdir().unwrap();
     let address = format!("unix:{}", folder.path().join("session.sock").display());
     let limits = ["--max-tokens-per-step", "8", "--max-tokens-per-request", "64"];
-    let more = [&["--otlp-endpoint", &endpoint, "--session-listen", &address], &limits[..]].concat();
+    let more =
+        [&["--otlp-endpoint", &endpoint, "--session-listen", &address], &limits[..], &PATIENT].concat();
     let mut service = Service::start_with(FAMILY, 2, &more, &[]);
     let (call, wanted) = request(20);
     let wrong = ForwardRequest { layer: 999, ..call.clone() };

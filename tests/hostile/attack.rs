@@ -96,7 +96,7 @@ async fn call_for(address: &str, time: Duration) -> Honest {
         let (client, layer, hidden) = (client.clone(), model.moe_layers[0].layer, model.hidden as usize);
         tasks.spawn(async move {
             let (mut times, mut failed) = (Vec::new(), Vec::new());
-            while begun.elapsed() < time {
+            loop {
                 let rows = Bytes::from(vec![0; hidden * 4]);
                 let request = ForwardRequest::inline(layer, 1, DType::DtypeF32, rows);
                 let sent = Instant::now();
@@ -104,8 +104,10 @@ async fn call_for(address: &str, time: Duration) -> Honest {
                     Ok(_) => times.push(sent.elapsed()),
                     Err(status) => failed.push(status.to_string()),
                 }
+                if begun.elapsed() >= time {
+                    return (times, failed);
+                }
             }
-            (times, failed)
         });
     }
     let (mut times, mut failed) = (Vec::new(), Vec::new());

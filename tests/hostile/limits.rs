@@ -92,7 +92,8 @@ async fn idle_connections_are_closed_and_clients_come_back() {
     // A call without a message does not keep a connection.
     let mut waiting = TcpStream::connect(&service.tcp).await.unwrap();
     assert!(greet(&mut waiting, &[]).await && send(&mut waiting, &call(1, FORWARD, &[])).await);
-    let client = Client::connect(&service.tcp).await.unwrap();
+    // A call can begin just when its connection is closed.
+    let client = Client::connect(&service.tcp).await.unwrap().with_retry(RetryPolicy::default());
     works(&client).await;
     assert!(is_ended(&mut idle).await && is_ended(&mut waiting).await);
     works(&client).await;

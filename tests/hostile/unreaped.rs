@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use crate::load::{Load, PATIENCE, is_ready};
 use crate::ptrace;
-use crate::service::{Service, eventually, loaders_of, send};
+use crate::service::{PATIENT, Service, eventually, loaders_of, send};
 
 /// Traces processes without stopping them. `false`: this process may not.
 fn hold(processes: &[u32]) -> bool {
@@ -39,7 +39,7 @@ fn is_zombie(process: u32) -> bool {
 
 #[test]
 fn ranks_that_cannot_be_reaped_hold_up_neither_the_next_generation_nor_the_end() {
-    let mut service = Service::start("qwen3_moe", 3, &[]);
+    let mut service = Service::start("qwen3_moe", 3, &PATIENT);
     let load = Load::start(&service.address);
     assert!(load.goes_on());
     let held = service.ranks();
@@ -85,7 +85,7 @@ fn threads(process: u32) -> usize {
 #[test]
 fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
     let limit = Duration::from_secs(8);
-    let service = Service::start("qwen3_moe", 2, &["--forming-timeout-ms", "8000"]);
+    let service = Service::start("qwen3_moe", 2, &[&PATIENT[..], &["--forming-timeout-ms", "8000"]].concat());
     let load = Load::start(&service.address);
     assert!(load.goes_on());
     // A rank of so small a checkpoint may be ready before it is held.
@@ -141,7 +141,7 @@ fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
 
 #[test]
 fn a_loader_that_cannot_be_reaped_holds_up_no_call() {
-    let mut service = Service::start("qwen3_moe", 2, &[]);
+    let mut service = Service::start("qwen3_moe", 2, &PATIENT);
     let load = Load::start(&service.address);
     assert!(load.goes_on());
     let mut slow = 0;

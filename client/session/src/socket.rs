@@ -178,8 +178,13 @@ mod tests {
         let (mut a, b) = UnixStream::pair().unwrap();
         let deadline = Instant::now() + Duration::from_millis(300);
         let slow = std::thread::spawn(move || {
-            // A byte at a time, each well within the time limit: the frame would take 20 times as long.
-            while a.write_all(&[1]).is_ok() {
+            // A byte at a time, each well within the time limit: the frame would take ten times as long.
+            let mut frame = bytemuck::bytes_of(&FrameHeader { kind: 1, bytes: 64 }).to_vec();
+            frame.resize(frame.len() + 64, 0);
+            for byte in frame {
+                if a.write_all(&[byte]).is_err() {
+                    break;
+                }
                 std::thread::sleep(Duration::from_millis(50));
             }
         });

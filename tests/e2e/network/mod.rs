@@ -24,7 +24,7 @@ use expertd_proto::v1::SessionStatus;
 use expertd_proto::v1::admin_client::AdminClient;
 
 use crate::service::load::{Rows, check};
-use crate::service::{Service, alive, children, families, golden};
+use crate::service::{PATIENT, Service, alive, children, families, golden};
 
 const FAMILY: &str = "qwen3_moe";
 /// Nothing should take this long.
@@ -40,6 +40,9 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     let mut flags = vec!["--network-library", library.to_str().unwrap()];
     if !more.contains(&"--network-listen") {
         flags.extend(["--network-listen", "127.0.0.1"]);
+    }
+    if !more.contains(&PATIENT[0]) {
+        flags.extend(PATIENT);
     }
     flags.extend(more);
     Service::start(family, ranks, &flags)
@@ -148,8 +151,14 @@ fn large_calls_travel_in_pieces_and_larger_ones_are_refused() {
 
 /// Every thread of an agent has a filter of system calls.
 fn assert_confined(agent: u32) {
-    for thread in std::fs::read_dir(format!("/proc/{agent}/task")).unwrap() {
-        let status = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+    let threads = std::fs::read_dir(format!("/proc/{agent}/task")).unwrap();
+    // A thread may end meanwhile.
+    let status = |thread: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(thread.unwrap().path().join("status")).ok()
+    };
+    let statuses: Vec<String> = threads.filter_map(status).collect();
+    assert!(!statuses.is_empty());
+    for status in statuses {
         assert!(status.contains("Seccomp:\t2\n") && status.contains("NoNewPrivs:\t1\n"), "{status}");
     }
 }

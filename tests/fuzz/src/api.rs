@@ -74,7 +74,8 @@ static SERVER: LazyLock<Running> = LazyLock::new(|| {
 /// A whole connection: the server ends it once the client has closed its half, and serves the next one.
 pub fn connection(data: &[u8]) {
     let mut socket = UnixStream::connect(&SERVER.path).expect("the server accepts connections");
-    socket.set_read_timeout(Some(Duration::from_secs(5))).expect("a timeout");
+    // The fuzzer's own limit for an input is shorter.
+    socket.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     // The server may end the connection while it is written to.
     let written = socket.write_all(data).and_then(|()| socket.shutdown(Shutdown::Write));
     let mut answer = Vec::new();
