@@ -9,19 +9,17 @@ import sys
 import textwrap
 import time
 
+import checkpoint
+import jobs
 import numpy as np
+import processes
 import pytest
+import tokens
 from safetensors import safe_open
 
 import expertd
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "loadtest/peers/engines"
-sys.path.insert(0, str(FOLDER))
-
-import checkpoint  # noqa: E402
-import jobs  # noqa: E402
-import processes  # noqa: E402
-import tokens  # noqa: E402
 
 
 def side(*sequences, spread=0.5):

@@ -3,19 +3,15 @@
 import asyncio
 import concurrent.futures
 import os
-import pathlib
 import signal
-import sys
 
 import numpy as np
+import processes
 import pytest
 import seed
 from conftest import recorded, stopped, worst_row
 
 import expertd
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "loadtest/peers/engines"))
-import processes  # noqa: E402
 
 
 def batches(it, count):

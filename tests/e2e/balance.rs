@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::service::load::{Rows, check};
-use crate::service::{PATIENT, Service, eventually, fixture, golden, send, serve_to_the_end};
+use crate::service::{Service, eventually, fixture, golden, send, serve_to_the_end, with_patience};
 
 const FAMILY: &str = "qwen3_moe";
 /// Rows of a request.
@@ -39,8 +39,7 @@ pub(crate) fn routed(request: ForwardRequest, of: impl Fn(usize) -> [i32; 2]) ->
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_are_counted_for_each_expert_over_generations() {
-    let flags = [&["--max-tokens-per-step", "8"], &PATIENT[..]].concat();
-    let service = Service::start(FAMILY, 2, &flags);
+    let service = Service::start(FAMILY, 2, &with_patience(&["--max-tokens-per-step", "8"]));
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 1, ROWS);
     let layer = rows.layers()[0];
@@ -101,7 +100,7 @@ pub(crate) fn owned(model: &GetModelResponse, layer: u32) -> Vec<Vec<u32>> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_placement_with_copies_comes_in_without_a_failed_call() {
-    let service = Service::start(FAMILY, 2, &[&PATIENT[..], &["--max-tokens-per-step", "8"]].concat());
+    let service = Service::start(FAMILY, 2, &with_patience(&["--max-tokens-per-step", "8"]));
     let client = Client::connect(&service.address).await.unwrap();
     let mut rows = Rows::new(&golden(FAMILY), 1, ROWS);
     let layers = rows.layers().to_vec();

@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use crate::load::{Load, PATIENCE, is_ready};
 use crate::ptrace;
-use crate::service::{PATIENT, Service, eventually, loaders_of, send};
+use crate::service::{PATIENT, Service, eventually, loaders_of, send, with_patience};
 
 /// Traces processes without stopping them. `false`: this process may not.
 fn hold(processes: &[u32]) -> bool {
@@ -85,7 +85,7 @@ fn threads(process: u32) -> usize {
 #[test]
 fn a_rank_that_hangs_while_it_is_set_up_ends_its_generation() {
     let limit = Duration::from_secs(8);
-    let service = Service::start("qwen3_moe", 2, &[&PATIENT[..], &["--forming-timeout-ms", "8000"]].concat());
+    let service = Service::start("qwen3_moe", 2, &with_patience(&["--forming-timeout-ms", "8000"]));
     let load = Load::start(&service.address);
     assert!(load.goes_on());
     // A rank of so small a checkpoint may be ready before it is held.

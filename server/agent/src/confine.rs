@@ -288,8 +288,7 @@ mod tests {
     use std::os::fd::{AsFd as _, AsRawFd as _};
     use std::os::unix::net::UnixStream;
     use std::process::Command;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
 
     use super::*;
     use crate::files::confine_files;
@@ -315,20 +314,15 @@ mod tests {
             std::fs::write(folder.path().join("file"), b"x").unwrap();
         }
         let is_limited = confine_files(&[own.path().to_owned()]).unwrap();
-        let is_confined = Arc::new(AtomicBool::new(false));
-        let earlier = std::thread::spawn({
-            let is_confined = Arc::clone(&is_confined);
-            move || {
-                while !is_confined.load(Ordering::Acquire) {
-                    std::thread::yield_now();
-                }
-                std::fs::write("/tmp/expertd-confined", b"x")
-            }
+        let (confined, is_confined) = mpsc::channel();
+        let earlier = std::thread::spawn(move || {
+            is_confined.recv().unwrap();
+            std::fs::write("/tmp/expertd-confined", b"x")
         });
         let server = TcpListener::bind("127.0.0.1:0").unwrap();
         std::fs::read("/proc/self/status").unwrap();
         confine().unwrap();
-        is_confined.store(true, Ordering::Release);
+        confined.send(()).unwrap();
         let denied = |result: io::Result<()>| {
             assert_eq!(result.map_err(|error| error.kind()), Err(ErrorKind::PermissionDenied));
         };

@@ -24,7 +24,7 @@ use expertd_proto::v1::SessionStatus;
 use expertd_proto::v1::admin_client::AdminClient;
 
 use crate::service::load::{Rows, check};
-use crate::service::{PATIENT, Service, alive, children, families, golden};
+use crate::service::{Service, alive, children, families, golden, with_patience};
 
 const FAMILY: &str = "qwen3_moe";
 /// Nothing should take this long.
@@ -41,11 +41,8 @@ fn start(family: &str, ranks: u32, more: &[&str]) -> Service {
     if !more.contains(&"--network-listen") {
         flags.extend(["--network-listen", "127.0.0.1"]);
     }
-    if !more.contains(&PATIENT[0]) {
-        flags.extend(PATIENT);
-    }
     flags.extend(more);
-    Service::start(family, ranks, &flags)
+    Service::start(family, ranks, &with_patience(&flags))
 }
 
 fn options(rows_bytes: usize) -> NetworkOptions {

@@ -25,7 +25,7 @@ fn metadata_that_names_a_silent_listener_harms_nobody() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     silent.set_nonblocking(true).unwrap();
     let rows = SharedRegion::create("rows", ROWS).unwrap().slice(0, ROWS).unwrap();
-    let (_endpoint, card, place) = std::iter::repeat_with(|| {
+    let found = (0..20).find_map(|_| {
         let own = two_ports();
         let transports = Transports {
             transports: Some("^sm".into()),
@@ -41,11 +41,8 @@ fn metadata_that_names_a_silent_listener_harms_nobody() {
         assert!(!places.is_empty(), "the metadata has no port");
         // Some ports look like other bytes of the metadata.
         (places.len() == 1).then_some((endpoint, card, places[0]))
-    })
-    .take(20)
-    .flatten()
-    .next()
-    .unwrap();
+    });
+    let (_endpoint, card, place) = found.unwrap();
     let mut metadata = card.metadata;
     metadata[place..place + 2].copy_from_slice(&silent.local_addr().unwrap().port().to_be_bytes());
     let open = OpenNetworkSession {

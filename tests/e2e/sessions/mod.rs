@@ -33,7 +33,7 @@ use expertd_types::rows::{decode, encode};
 use rustix::process::Signal;
 
 use crate::service::load::{Rows, check, check_within};
-use crate::service::{PATIENT, Service, eventually, families, fixture, golden, send};
+use crate::service::{Service, eventually, families, fixture, golden, send, with_patience};
 
 const FAMILY: &str = "qwen3_moe";
 /// Nothing should take this long.
@@ -49,8 +49,7 @@ struct Host {
 impl Host {
     /// Unless `more` says otherwise, no generation ends because the machine is busy.
     fn start(family: &str, ranks: u32, more: &[&str]) -> Host {
-        let patient: &[&str] = if more.contains(&PATIENT[0]) { &[] } else { &PATIENT };
-        Host::start_checkpoint(&fixture(family), ranks, &[more, patient].concat())
+        Host::start_checkpoint(&fixture(family), ranks, &with_patience(more))
     }
 
     fn start_checkpoint(model: &Path, ranks: u32, more: &[&str]) -> Host {

@@ -40,6 +40,12 @@ pub fn families() -> Vec<String> {
 /// no generation ended.
 pub const PATIENT: [&str; 2] = ["--liveness-timeout-ms", "30000"];
 
+/// `flags` and [`PATIENT`], unless they say how long ranks may be silent.
+pub fn with_patience<'a>(flags: &[&'a str]) -> Vec<&'a str> {
+    let patient: &[&str] = if flags.contains(&PATIENT[0]) { &[] } else { &PATIENT };
+    [flags, patient].concat()
+}
+
 /// A ready `expertd serve` on free ports.
 pub struct Service {
     child: Child,
