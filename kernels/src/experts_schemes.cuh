@@ -32,13 +32,14 @@ enum class Scheme : int32_t {
 //
 //   scheme           where                                       gain
 //   STRIPS, low      few experts with at most 32 tokens          no figure of its own
-//   TALL             bf16, 33 to 272 tokens an expert            10 % at 128 tokens, 4 % at 256; Qwen3 EP2 512 rows 184.5 -> 179.7
+//   TALL             bf16, 4 to 272 tokens an expert             10 % at 128 tokens, 4 % at 256; Qwen3 300 rows 304.7 -> 300.0
 //   TOKENS_SHARED    tiles above 64 tokens, k from 2048 on       Mixtral 512 rows 10 %; with k of 768 4 % slower
 //   TURNS            bf16, few wide experts, up to 64 tokens     Mixtral EP4 8 and 32 rows 211 -> 173 and 215.9 -> 193.8
 //   WEIGHTS_SHARED   W8A8 without block_scales, two tiles        Qwen3 EP4 512 rows 102 -> 95; one tile for most experts: 42 % slower
 //   TOKEN_ROWS       W8A8, 96 tokens an expert or crowded ones   Qwen3, Zipf 1.0, 512 and 1024 rows 205 -> 189 and 261 -> 234
 //   TOKEN_ROW_PAIRS  bf16 and W8A8, from 224 tokens on           Qwen3 bf16 at 260 and 1029 tokens 195 -> 186, 633 -> 592; FP8 at 256 136 -> 132
 constexpr int TALL_TOKENS = 144;     // TALL: widest token tile (registers)
+constexpr int TALL_LEAST_MEAN = 4;   // least mean number of tokens of an expert, if none has more than LOW_SEGMENT_TOKENS
 constexpr int TALL_MEAN = 272;       // largest mean number of tokens of an expert (two tiles)
 constexpr int TALL_SEGMENTS = 5;     // least number of tall segments of down for every two SMs
 constexpr int PAIR_TOKENS = 64;      // TOKENS_SHARED: if token tiles are wider than this
@@ -92,10 +93,12 @@ template <class Format> __device__ __forceinline__ bool tokens_as_rows(const Exp
     return c.all >= (min(p.hidden, p.inter) >= PAIR_K ? wide : ROW_PAIR_MEAN) * c.active;
 }
 
-// Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert. With more
-// tokens, wide token tiles read no more than tall segments do; with too few tall segments, SMs would be idle.
+// Whether segments are tall. They save reads of tokens from L2, which limit steps of a few hundred tokens per expert; with few
+// tokens they are about 1 % faster. With more tokens, wide token tiles read no more than tall segments do; with too few tall
+// segments, SMs would be idle.
 __device__ __forceinline__ bool tall_segments(const ExpertdExpertsParams& p, const Counts& c) {
-    if (c.longest <= LOW_SEGMENT_TOKENS || c.all > TALL_MEAN * c.active) return false;
+    const bool few = c.longest <= LOW_SEGMENT_TOKENS && c.all < TALL_LEAST_MEAN * c.active;
+    if (few || c.all > TALL_MEAN * c.active) return false;
     const int tiles = c.active * (2 * c.all > TALL_MEAN * c.active ? 2 : 1);
     return 2 * tiles * (p.hidden / TALL_ROWS) >= TALL_SEGMENTS * int(gridDim.x);
 }
