@@ -85,6 +85,7 @@ pub(super) fn shared(echo: Arc<Echo>, registry: &Arc<SessionRegistry>) -> Arc<Sh
         users: vec![0],
         limits: LIMITS,
         spin: Duration::ZERO,
+        spin_after_request: Duration::ZERO,
         spin_between_steps: Duration::ZERO,
     };
     Arc::new(Shared::new(config, echo, Arc::clone(registry), Box::new(|_| Bytes::new())))

@@ -124,7 +124,7 @@ fn prepare_host(
     let held = HeldRegion::new(&region, None, charge);
     let session = HostSession::new(common, memory, rings.completions, held);
     let (of_thread, steps) = (Arc::clone(&session), Arc::clone(&shared.steps));
-    let spin = Spin { waiting: shared.config.spin, answered: shared.config.spin_between_steps };
+    let spin = Spin { waiting: shared.config.spin_after_request, answered: shared.config.spin_between_steps };
     let body = move || of_thread.take_requests(rings.requests, &*steps, spin);
     Ok(Prepared {
         session: OpenSession::Host(session),
@@ -256,6 +256,7 @@ mod tests {
             users: vec![0],
             limits: SessionLimits { sessions: 1, bytes: 1 << 20, mappings: 1, several_users: false },
             spin: Duration::ZERO,
+            spin_after_request: Duration::ZERO,
             spin_between_steps: Duration::ZERO,
         };
         let describe = Box::new(|_: &Arc<ModelInfo>| Bytes::new());

@@ -32,9 +32,12 @@ pub struct SessionConfig {
     pub users: Vec<u32>,
     /// How many sessions there may be.
     pub limits: SessionLimits,
-    /// How long threads spin before they sleep.
+    /// How long clients spin before they sleep; if it is not zero, threads of CUDA sessions spin as well.
     pub spin: Duration,
-    /// How long they spin while no step is in flight.
+    /// How long the thread of a host session spins for another request after it took one. Zero where the cores are those of CPU ranks, from
+    /// which it would take time while they compute that request.
+    pub spin_after_request: Duration,
+    /// How long it spins for the next request after an answer, while no step is in flight.
     pub spin_between_steps: Duration,
 }
 

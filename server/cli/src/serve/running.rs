@@ -269,12 +269,15 @@ fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, ServeError>
         Some(Address::Unix(path)) => Some(path),
         _ => None,
     };
+    let cluster = &plan.cluster;
+    let host_spin = if cluster.shape.is_mixed() { Duration::ZERO } else { cluster.spin };
     Ok(Some(SessionConfig {
         listen,
         users: sessions.users.clone(),
         limits: sessions.limits,
-        spin: plan.cluster.spin,
-        spin_between_steps: spin_between_steps(plan.cluster.spin, plan.cluster.usable_cores),
+        spin: cluster.spin,
+        spin_after_request: host_spin,
+        spin_between_steps: spin_between_steps(host_spin, cluster.usable_cores),
     }))
 }
 
