@@ -35,6 +35,51 @@ pub(crate) const STREAMED: [&str; 2] = ["--stream-rows", "6"];
 const FAILED_COPIES: (&str, &str) = ("EXPERTD_TIER_FAIL_COPIES", "5");
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// Middling steps are divided: some experts of CPU ranks come to the source, the others stay.
+async fn middling_steps_are_divided(device: &str, environment: &[(&str, &str)]) {
+    let (all_from, divided_from) = (160, 16);
+    let mut pair = Pair::start(device, &["--stream-rows", &all_from.to_string()], environment).await;
+    for layer in 0..2 {
+        // A GPU pins the memory of CPU ranks in the background.
+        let begun = Instant::now();
+        while pair.rows(layer).await[0] == 0 {
+            assert!(begun.elapsed() < PATIENCE, "no expert came to the source");
+            pair.call(layer, 64, &all()).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+    for step in 0..60 {
+        let before = pair.rows(step % 2).await;
+        let tokens = pair.rng.random_range(1..200);
+        pair.call(step % 2, tokens, &all()).await;
+        let after = pair.rows(step % 2).await;
+        let [of_source, of_others] = [0, 1].map(|side| after[side] - before[side]);
+        let what = format!("{tokens} rows: {of_source} at the source, {of_others} elsewhere");
+        assert_eq!(of_others == 0, tokens >= all_from, "{what}");
+        assert!(of_source == 0 || tokens >= divided_from, "{what}");
+        // So many rows leave none out of the experts that come.
+        let share = tokens as f64 / (tokens as f64 + all_from as f64 / 4.0);
+        let expected = share * (of_source + of_others) as f64;
+        if (40..all_from).contains(&tokens) {
+            assert!((0.6..1.3).contains(&(of_source as f64 / expected)), "{what}, expected {expected}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_computes_some_experts_of_middling_steps() {
+    middling_steps_are_divided("cpu,cpu", &[POISONED_WIRE]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn some_experts_come_to_a_gpu_for_middling_steps() {
+    let _in_use = gpus();
+    middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE]).await;
+    middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+}
+
 /// Steps of few rows are computed by all ranks, those of many rows by the source.
 async fn large_steps_are_the_sources(device: &str, environment: &[(&str, &str)]) {
     let mut pair = Pair::start(device, &STREAMED, environment).await;

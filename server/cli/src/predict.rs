@@ -96,15 +96,16 @@ pub(crate) struct Group {
     pub(crate) rates: MemoryRates,
     /// Cores of all CPU ranks together.
     pub(crate) cores: usize,
-    /// Rows of a step from which the experts of CPU ranks stream to the GPU, which computes them; `usize::MAX` if they never do.
+    /// Rows of a step from which all experts of CPU ranks stream to the GPU, which computes them (see
+    /// [`streamed_share`](expertd_tier::streamed_share)); `usize::MAX` if they never do.
     pub(crate) stream_rows: usize,
     /// Experts that are copied to slots beside a step.
     pub(crate) uploads: usize,
 }
 
 impl MemoryRates {
-    /// Least number of rows of a step for which copies of all experts of CPU ranks take less time than the products of `cores` cores, if
-    /// rows choose experts evenly; `usize::MAX` without layers. More experts on CPU ranks make both longer alike.
+    /// Four times the least number of rows of a step for which copies of all experts of CPU ranks take less time than the products of
+    /// `cores` cores, if rows choose experts evenly; `usize::MAX` without layers. More experts on CPU ranks make both longer alike.
     pub(crate) fn stream_rows(&self, spec: &ModelSpec, cores: usize) -> usize {
         let of_layer = |moe: &MoeLayer| {
             let experts = &moe.experts;
@@ -114,7 +115,10 @@ impl MemoryRates {
             let of_row = operations / (cores.max(1) as f64 * self.core_gflops * 1e9);
             (copy / of_row * experts.count as f64 / moe.gate.top_k as f64).ceil() as usize
         };
-        spec.moe_layers().map(|(_, moe)| of_layer(moe)).max().unwrap_or(usize::MAX)
+        spec.moe_layers()
+            .map(|(_, moe)| of_layer(moe))
+            .max()
+            .map_or(usize::MAX, |rows| rows.saturating_mul(4))
     }
 }
 
@@ -151,14 +155,14 @@ impl Layer {
         // Each row leaves an expert out with this probability.
         let left_out = 1.0 - self.top_k as f64 / experts;
         let touched = experts * (1.0 - left_out.powf(rows as f64));
-        let streams = rows >= group.stream_rows;
+        let streamed = expertd_tier::streamed_share(rows, group.stream_rows);
         let missing = 1.0 - self.on_gpu as f64 / experts;
-        let on_gpu = if streams { 1.0 } else { 1.0 - missing };
+        let by_cpus = missing * (1.0 - streamed);
+        let on_gpu = 1.0 - by_cpus;
         let read = (self.always_bytes + touched * on_gpu * self.gpu_bytes) / gpu_rate;
         let computed =
             products(choices * on_gpu * self.row_operations + rows as f64 * self.shared_operations);
-        let copied = group.uploads as f64 + if streams { touched * missing } else { 0.0 };
-        let by_cpus = if streams { 0.0 } else { missing };
+        let copied = group.uploads as f64 + experts * missing * streamed;
         let core_rate = group.cores.max(1) as f64 * rates.core_gflops * 1e9;
         [
             (read.max(computed), Bound::Gpu),
@@ -290,7 +294,11 @@ mod tests {
         let (predicted, bound) = micros(&qwen3(64), &streams, 2048);
         // 64 experts of 9.44 MB at 55 GB/s.
         assert!((predicted - 11_011.0).abs() < 10.0 && bound == Bound::Pcie, "{predicted} {bound}");
-        assert_eq!(micros(&qwen3(64), &streams, 511), micros(&qwen3(64), &group(), 511));
+        assert_eq!(micros(&qwen3(64), &streams, 31), micros(&qwen3(64), &group(), 31));
+        // A third of them, while CPU ranks compute the others.
+        let (divided, bound) = micros(&qwen3(64), &streams, 64);
+        assert!((divided - 11_011.0 / 3.0).abs() < 10.0 || bound != Bound::Pcie, "{divided} {bound}");
+        assert!(divided < 0.7 * micros(&qwen3(64), &group(), 64).0, "{divided}");
         assert_eq!(micros(&qwen3(128), &streams, 2048), micros(&qwen3(128), &group(), 2048));
     }
 
@@ -341,10 +349,10 @@ mod tests {
             MemoryRates::default().stream_rows(&spec, cores)
         };
         // 16 experts for each choice, two bytes for six operations, 14 × 59 / 55.
-        assert_eq!(rows(SynthFormat::Bf16, 14), 241);
-        assert_eq!(rows(SynthFormat::Bf16, 28), 481);
+        assert_eq!(rows(SynthFormat::Bf16, 14), 4 * 241);
+        assert_eq!(rows(SynthFormat::Bf16, 28), 4 * 481);
         // 9 of 32 bytes: four bits and an f16 scale of 32 columns for each element.
-        assert_eq!(rows(SynthFormat::Int4, 14), 68);
-        assert_eq!(rows(SynthFormat::Mxfp4, 14), 68);
+        assert_eq!(rows(SynthFormat::Int4, 14), 4 * 68);
+        assert_eq!(rows(SynthFormat::Mxfp4, 14), 4 * 68);
     }
 }

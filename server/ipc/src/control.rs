@@ -136,7 +136,7 @@ pub struct RankSetup {
     pub step_timeout: Duration,
     /// Interval of the rank's heartbeat.
     pub heartbeat: Duration,
-    /// In a mixed group: least number of rows of a step for which the source computes the experts of CPU ranks, too.
+    /// In a mixed group: least number of rows of a step for which the source computes all experts of CPU ranks, too.
     pub stream_rows: usize,
     /// In a mixed group: memory of the source's device for copies of experts of CPU ranks that change between steps, in bytes.
     pub slot_bytes: u64,

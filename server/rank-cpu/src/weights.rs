@@ -81,6 +81,16 @@ pub(crate) struct RankLayer {
     pub(crate) shared: Option<SharedMlp>,
 }
 
+impl RankLayer {
+    /// An expert that the rank holds.
+    ///
+    /// # Panics
+    /// If it does not.
+    pub(crate) fn expert(&self, id: ExpertId) -> &CpuExpert {
+        &self.experts[self.local[id.index()] as usize]
+    }
+}
+
 /// Entry of [`RankLayer::local`] for an expert that the rank does not hold.
 pub(crate) const NOT_HERE: u32 = u32::MAX;
 

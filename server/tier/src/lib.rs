@@ -26,10 +26,12 @@
 mod layout;
 pub mod slots;
 mod source;
+mod streaming;
 mod worker;
 
 pub use layout::{MAX_WORKERS, SlotPlaces, TierLayout, TierShape, WireError};
 pub use source::{Outgoing, SourceWire};
+pub use streaming::{StreamedExperts, streamed_share};
 pub use worker::{Arrival, Incoming, WorkerWire};
 
 use std::time::{Duration, Instant};

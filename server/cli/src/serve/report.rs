@@ -198,7 +198,10 @@ fn tiers(plan: &ServePlan) -> String {
     }
     let streamed = match cluster.stream_rows {
         usize::MAX => String::new(),
-        rows => format!("; rank 0 computes all experts of steps of {rows} rows and more"),
+        rows => format!(
+            "; rank 0 computes all experts of steps of {rows} rows and more, some from {} rows on",
+            rows.min((rows / 16).max(16))
+        ),
     };
     format!(
         "{resident} of {all} experts on rank 0 ({whole} of {layers} layers whole), the others on {}, in {} of host memory{streamed}",

@@ -47,7 +47,7 @@ pub struct ClusterConfig {
     pub forming_timeout: Duration,
     /// A step that takes longer is a fault.
     pub step_timeout: Duration,
-    /// In a mixed group: least number of rows of a step for which the source computes the experts of CPU ranks, too.
+    /// In a mixed group: least number of rows of a step for which the source computes all experts of CPU ranks, too.
     pub stream_rows: usize,
     /// In a mixed group: memory of the source's device for copies of experts of CPU ranks that change between steps, in bytes.
     pub slot_bytes: u64,

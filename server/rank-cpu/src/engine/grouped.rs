@@ -44,6 +44,11 @@ impl<'a> StepExperts<'a> {
         self.experts.push(held);
     }
 
+    /// Whether the rank computes an expert in the step.
+    pub(super) fn has(&self, expert: ExpertId) -> bool {
+        self.local[expert.index()] != NOT_HERE
+    }
+
     /// The indices of experts, and their number.
     pub(super) fn local(&self) -> (&[u32], usize) {
         (&self.local, self.numbers.len())

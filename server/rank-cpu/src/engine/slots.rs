@@ -175,7 +175,7 @@ impl Slots {
 
 /// One of the experts `on_cpus` of a layer that has all experts; `None` if there are none, or if they are not packed alike.
 fn alike<'a>(layer: &'a RankLayer, on_cpus: &[ExpertId]) -> Option<&'a CpuExpert> {
-    let mut experts = on_cpus.iter().map(|id| &layer.experts[layer.local[id.index()] as usize]);
+    let mut experts = on_cpus.iter().map(|id| layer.expert(*id));
     let first = experts.next()?;
     experts.all(|expert| expert.is_like(first)).then_some(first)
 }

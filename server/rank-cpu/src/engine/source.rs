@@ -1,6 +1,6 @@
 //! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns, and those in
-//! slots, beside the other ranks. Steps of many rows it computes alone, as a source on a GPU does that copies the other experts for them;
-//! here their weights are read where they lie.
+//! slots, beside the other ranks. Of steps of many rows it computes some or all of the other experts, too, as a source on a GPU does that
+//! copies them; here their weights are read where they lie.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use expertd_rank::{
     ClientMemory, Failure, HostMemories, PhaseClock, StepEngine, StepFault, StepReport, setup_failure,
 };
 use expertd_shm::ThreadTeam;
-use expertd_tier::{SourceWire, TierShape};
-use expertd_types::{ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
+use expertd_tier::{SourceWire, StreamedExperts, TierShape};
+use expertd_types::{ExpertId, ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
@@ -35,6 +35,8 @@ pub(super) struct SourceEngine {
     layers: Vec<Option<RankLayer>>,
     /// The layers with the experts of all ranks, for steps of at least `stream_rows` rows.
     whole_layers: Arc<Vec<Option<RankLayer>>>,
+    /// `[layers]`: the experts of other ranks.
+    on_cpus: Vec<Vec<ExpertId>>,
     stream_rows: usize,
     /// Copies of experts of other ranks.
     slots: Option<Slots>,
@@ -78,6 +80,7 @@ impl SourceEngine {
             team,
             layers,
             whole_layers,
+            on_cpus,
             stream_rows: setup.stream_rows,
             slots: slots.map_err(setup_failure)?,
         })
@@ -145,6 +148,12 @@ impl StepEngine for SourceEngine {
             self.wire.spare(slot, sequence);
             let whole = self.whole_layers.get(index).and_then(Option::as_ref);
             experts = StepExperts::of(whole.ok_or(StepFault::Layer(step.layer))?, self.rank);
+        } else if let Some(whole) = self.whole_layers[index].as_ref().filter(|_| is_split) {
+            let elsewhere = self.on_cpus[index].iter().filter(|id| !experts.has(**id));
+            let elsewhere: Vec<ExpertId> = elsewhere.copied().collect();
+            let streamed = StreamedExperts::new(tokens, self.stream_rows, elsewhere.len());
+            let streamed = elsewhere.iter().enumerate().filter(|(place, _)| streamed.has(*place));
+            streamed.for_each(|(_, id)| experts.add(*id, whole.expert(*id)));
         }
         let needs_others = is_split && !is_alone;
         if needs_others {

@@ -66,8 +66,8 @@ impl Copyable {
 pub(super) struct CopiedExperts {
     streaming: Option<Streaming>,
     slots: Option<Slots>,
-    /// The step that is launched now, if all experts come here for it.
-    step: Option<StreamedStep>,
+    /// `[slots of steps]`: the steps for which experts come here.
+    steps: Vec<Option<StreamedStep>>,
     // Dropped last: its pages stay pinned while copies may run.
     host: HostExperts,
 }
@@ -86,7 +86,7 @@ impl CopiedExperts {
         Ok(CopiedExperts {
             streaming: Streaming::new(device, &copies, slots_of_steps, (setup.stream_rows, poison))?,
             slots: Slots::new(device, &copies, &experts, row_counts, (slots, poison))?,
-            step: None,
+            steps: vec![None; slots_of_steps],
             host,
         })
     }
@@ -103,9 +103,9 @@ impl CopiedExperts {
         self.slots.as_ref()
     }
 
-    /// The step that is launched now, if all experts come here for it.
-    pub(super) const fn step(&self) -> Option<&StreamedStep> {
-        self.step.as_ref()
+    /// The last step of a slot of steps, if experts come here for it.
+    pub(super) fn step(&self, slot: usize) -> Option<&StreamedStep> {
+        self.steps[slot].as_ref()
     }
 
     /// Prepares a step of a layer that has experts on CPU ranks, before its launch. Returns whether all experts come here, the bytes that
@@ -121,28 +121,31 @@ impl CopiedExperts {
             Some(slots) => slots.begin(layer.index, Sequence(step.sequence), tables, on)?,
             None => 0,
         };
-        self.step = match &mut self.streaming {
-            Some(streaming) if streaming.takes(layer.index, step.tokens as usize, &self.host) => {
-                streaming.begin(layer, step.slot as usize, self.slots.as_ref(), on)?
+        let slot = step.slot as usize;
+        self.steps[slot] = match &mut self.streaming {
+            Some(streaming) if streaming.is_pinned(layer.index, &self.host) => {
+                streaming.begin(layer, (slot, step.tokens as usize), self.slots.as_ref(), on)?
             }
             _ => None,
         };
-        let bytes =
-            self.streaming.as_ref().zip(self.step.as_ref()).map(|(streaming, step)| streaming.bytes(step));
-        Ok((bytes.is_some(), bytes.unwrap_or(0), version))
+        let Some((streaming, step)) = self.streaming.as_ref().zip(self.steps[slot].as_ref()) else {
+            return Ok((false, 0, version));
+        };
+        Ok((step.is_whole, streaming.bytes(step), version))
     }
 
-    /// Enqueues the copies of the step that is launched now; see [`Streaming::enqueue`].
+    /// Enqueues the copies of a step; see [`Streaming::enqueue`].
     ///
     /// # Safety
     /// Work that was enqueued for earlier steps is on `on`, and `compute` enqueues its work there.
     #[allow(unsafe_code, reason = "passes the caller's promise on")]
     pub(super) unsafe fn enqueue(
         &self,
+        step: &StreamedStep,
         on: &Stream,
         compute: impl FnMut(Chunk) -> Result<(), CudaFault>,
     ) -> Result<(), CudaFault> {
-        let Some((streaming, step)) = self.streaming.as_ref().zip(self.step.as_ref()) else { return Ok(()) };
+        let Some(streaming) = self.streaming.as_ref() else { return Ok(()) };
         // SAFETY: the caller's promise.
         unsafe { streaming.enqueue(step, &self.host, on, compute) }
     }

@@ -236,10 +236,8 @@ impl CudaEngine {
         parts: Option<Parts<'a>>,
     ) -> StepLaunches<'a> {
         let tier = self.tier_of(layer);
-        // A layer that needs CPU ranks is launched in halves unless all experts come to this GPU.
         let copied = tier.and_then(|tier| tier.copied.as_ref());
-        let streamed = copied.filter(|_| half == Half::Whole);
-        let streamed = streamed.and_then(|copied| copied.step().map(|step| (copied, step)));
+        let streamed = copied.and_then(|copied| Some((copied, copied.step(slot)?)));
         let group = self.layers.group(layer, self.groups[slot]);
         StepLaunches {
             half,
@@ -303,6 +301,12 @@ impl CudaEngine {
         self.stream.synchronize()?;
         tracing::debug!(graphs = graphs.len(), took = ?start.elapsed(), "captured");
         Ok(graphs)
+    }
+
+    /// Whether experts come to this GPU for the last step of a slot, which is one of this layer.
+    fn is_streamed(&self, layer: &Layer, slot: usize) -> bool {
+        let copied = self.tier_of(layer).and_then(|tier| tier.copied.as_ref());
+        copied.is_some_and(|copied| copied.step(slot).is_some())
     }
 
     /// The wire, if steps of the layer need CPU ranks.

@@ -114,7 +114,11 @@ impl CudaEngine {
     ) -> Result<(), CudaFault> {
         let slot = step.slot as usize;
         match self.graphs.get(layer.class, slot, (variant, half)) {
-            Some(graph) if parts.is_none() && step.top_k as usize == layer.spec.gate.top_k => {
+            Some(graph)
+                if parts.is_none()
+                    && step.top_k as usize == layer.spec.gate.top_k
+                    && !self.is_streamed(layer, slot) =>
+            {
                 Ok(graph.launch(&self.stream)?)
             }
             _ => {

@@ -40,7 +40,7 @@ pub(super) fn slot_bytes(given: &Given) -> u64 {
     given.slot_memory.0.map_or(0, |memory| memory.0)
 }
 
-/// Least number of rows of a step for which the source computes the experts of CPU ranks, too; `usize::MAX` if it never does.
+/// Least number of rows of a step for which the source computes all experts of CPU ranks, too; `usize::MAX` if it never computes any.
 pub(super) fn stream_rows(given: &mut Given, spec: &ModelSpec, machine: &Machine) -> usize {
     if !machine.is_mixed() {
         return usize::MAX;
@@ -51,7 +51,7 @@ pub(super) fn stream_rows(given: &mut Given, spec: &ModelSpec, machine: &Machine
     let (rows, why) = match machine.device {
         DeviceKind::Cuda => {
             let rows = rates.stream_rows(spec, cores);
-            (rows, "where copies of experts take less time than the CPUs, by memory-rates")
+            (rows, "four times where copies of experts take less time than the CPUs, by memory-rates")
         }
         DeviceKind::Cpu => (0, "rank 0 is on a CPU, too"),
     };

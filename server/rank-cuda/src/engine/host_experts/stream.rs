@@ -1,4 +1,5 @@
-//! Steps of many rows: copy engines bring the experts of CPU ranks to this GPU, which computes all rows. CPU ranks have nothing to do then.
+//! Steps of many rows: copy engines bring some or all experts of CPU ranks to this GPU, which computes their rows
+//! ([`StreamedExperts`]).
 //!
 //! Experts come in chunks. The stream of copies fills one of two staging buffers with a chunk as CPU ranks have it. The stream of steps
 //! waits for that, rewrites the chunk to panels, and multiplies it with its rows, while the next chunk is copied. Two events per buffer say
@@ -15,6 +16,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
+use expertd_tier::StreamedExperts;
 
 use super::memory::HostExperts;
 use super::repack::{HostCopies, HostCopy, Staging};
@@ -52,7 +54,7 @@ struct StepTables {
     device: Buffer<u32>,
 }
 
-/// What steps need whose experts all come to this GPU.
+/// What steps need for which experts come to this GPU.
 pub(in crate::engine) struct Streaming {
     copies: Stream,
     buffers: Vec<StagingBuffer>,
@@ -64,15 +66,17 @@ pub(in crate::engine) struct Streaming {
     weights: Buffer<LayerWeights>,
     /// `[slots of steps]`.
     tables: Vec<StepTables>,
-    /// Least number of rows of such a step.
+    /// Least number of rows of a step for which all experts come.
     rows: usize,
     poison: bool,
 }
 
-/// A step whose experts all come to this GPU. Its kernels number experts so: those that this rank holds, the slots, the copied ones.
+/// A step for which experts come to this GPU. Its kernels number experts so: those that this rank holds, the slots, the copied ones.
 #[derive(Clone, Debug)]
 pub(in crate::engine) struct StreamedStep {
     layer: usize,
+    /// Whether CPU ranks compute none of its rows.
+    pub(in crate::engine) is_whole: bool,
     /// Experts that this rank holds.
     pub(in crate::engine) held: u32,
     /// Slots that are read.
@@ -104,8 +108,8 @@ pub(in crate::engine) struct Chunk {
 }
 
 impl Streaming {
-    /// Makes the buffers for the experts of `copies`, for steps of at least `rows` rows. `slots`: slots of steps. Returns `None` if no
-    /// layer has experts that can be copied.
+    /// Makes the buffers for the experts of `copies`, which all come for steps of at least `rows` rows. `slots`: slots of steps. Returns
+    /// `None` if no layer has experts that can be copied.
     pub(super) fn new(
         device: &Device,
         copies: &HostCopies,
@@ -161,17 +165,17 @@ impl Streaming {
         }))
     }
 
-    /// Whether a step of `rows` rows brings all experts of the layer here.
-    pub(super) fn takes(&self, layer: usize, rows: usize, host: &HostExperts) -> bool {
+    /// Whether experts of the layer can come here.
+    pub(super) fn is_pinned(&self, layer: usize, host: &HostExperts) -> bool {
         let layer = self.layers.get(layer).and_then(Option::as_ref);
-        rows >= self.rows && layer.is_some_and(|layer| layer.copy.is_pinned(host))
+        layer.is_some_and(|layer| layer.copy.is_pinned(host))
     }
 
-    /// Decides what a step copies, and sends its tables on the stream of steps.
+    /// Decides what a step copies, and sends its tables on the stream of steps. `None`: the step copies nothing.
     pub(super) fn begin(
         &mut self,
         layer: &Layer,
-        slot_of_steps: usize,
+        (slot_of_steps, rows): (usize, usize),
         slots: Option<&Slots>,
         on: &Stream,
     ) -> Result<Option<StreamedStep>, CudaFault> {
@@ -181,6 +185,12 @@ impl Streaming {
         let slots = slots
             .filter(|slots| held + slots.count() as usize + streamed.copy.experts().len() <= MAX_EXPERTS);
         let of_slots = slots.map_or(0, |slots| slots.count() as usize);
+        let slot_of = |expert: u32| slots.and_then(|slots| slots.slot_of(layer.index, expert));
+        let elsewhere = streamed.copy.experts().iter().filter(|expert| slot_of(expert.expert).is_none());
+        let chosen = StreamedExperts::new(rows, self.rows, elsewhere.count());
+        if chosen.is_empty() && rows < self.rows {
+            return Ok(None);
+        }
         let tables = &mut self.tables[slot_of_steps];
         // SAFETY: the step that used the slot before has completed, and so has the copy of its tables.
         let both: &mut [u32] = unsafe { tables.host.as_mut_slice(2 * MAX_EXPERTS) };
@@ -192,15 +202,17 @@ impl Streaming {
             local_ids[local] = expert;
         };
         layer.mine.iter().enumerate().for_each(|(local, &expert)| set(local, expert));
-        let mut copied = Vec::new();
+        let (mut copied, mut place) = (Vec::new(), 0);
         for (index, expert) in streamed.copy.experts().iter().enumerate() {
-            match slots.and_then(|slots| slots.slot_of(layer.index, expert.expert)) {
-                Some(slot) => set(held + slot.0 as usize, expert.expert),
-                None => {
-                    set(held + of_slots + copied.len(), expert.expert);
-                    copied.push(index);
-                }
+            if let Some(slot) = slot_of(expert.expert) {
+                set(held + slot.0 as usize, expert.expert);
+                continue;
             }
+            if chosen.has(place) {
+                set(held + of_slots + copied.len(), expert.expert);
+                copied.push(index);
+            }
+            place += 1;
         }
         let (from, bytes) = (both.as_ptr().cast(), size_of_val(both));
         // SAFETY: the device's tables of the slot, which only kernels of its last step have read.
@@ -213,6 +225,7 @@ impl Streaming {
         };
         Ok(Some(StreamedStep {
             layer: layer.index,
+            is_whole: copied.len() == place,
             held: held as u32,
             slots: of_slots as u32,
             copied,

@@ -44,7 +44,7 @@ pub(in crate::engine) struct StepLaunches<'a> {
     pub(in crate::engine) tier: Option<TierPlaces>,
     /// Slots with copies of experts of CPU ranks.
     pub(in crate::engine) slots: Option<&'a Slots>,
-    /// How all experts of CPU ranks come here, if they do. Such a step is not captured.
+    /// How experts of CPU ranks come here, if some do. Such a step is not captured.
     pub(in crate::engine) streamed: Option<(&'a CopiedExperts, &'a StreamedStep)>,
     pub(in crate::engine) layer: &'a Layer,
     pub(in crate::engine) slot: &'a SlotSet,
@@ -103,6 +103,11 @@ impl StepLaunches<'_> {
             step.combine()?;
             step.copy_out()
         }
+    }
+
+    /// Whether all experts of CPU ranks come here.
+    fn is_alone(&self) -> bool {
+        self.streamed.is_some_and(|(_, of_step)| of_step.is_whole)
     }
 
     /// The launches up to the experts.
@@ -219,7 +224,7 @@ impl Phases<'_> {
             sent_ids: tier.sent_ids,
             sent_weights: tier.sent_weights,
             sent_rows: tier.sent_rows,
-            sent: if step.streamed.is_some() { 0 } else { tier.sent },
+            sent: if step.is_alone() { 0 } else { tier.sent },
             failed: tier.failed,
             generation: tier.generation,
             hidden: shape.hidden,
@@ -263,7 +268,7 @@ impl Phases<'_> {
                 topk_weights: tier.local_weights,
                 sums: tier.sums,
                 sums_stride: tier.sums_stride,
-                sums_count: if step.streamed.is_some() { 0 } else { tier.sums_count },
+                sums_count: if step.is_alone() { 0 } else { tier.sums_count },
                 ..combine
             },
             None => combine,

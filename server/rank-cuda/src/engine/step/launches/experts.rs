@@ -40,7 +40,7 @@ impl Phases<'_> {
             // SAFETY: the caller keeps all addresses live.
             unsafe { experts::experts(&copies, self.on.raw())? };
         }
-        let Some((copied, _)) = step.streamed else { return Ok(()) };
+        let Some((copied, of_step)) = step.streamed else { return Ok(()) };
         let compute = |chunk: Chunk| {
             let params = self.experts_from(chunk.first, chunk.count);
             // The kernel before writes the weights, so that this one must not begin early.
@@ -52,7 +52,7 @@ impl Phases<'_> {
             Ok(())
         };
         // SAFETY: all work of steps is on this stream, and so is that of `compute`.
-        unsafe { copied.enqueue(self.on, compute) }
+        unsafe { copied.enqueue(of_step, self.on, compute) }
     }
 
     /// Number of experts that this rank holds, as kernels count them.
