@@ -269,9 +269,8 @@ settings! {
     max_weight_bytes: u64 = None, env "EXPERTD_MAX_WEIGHT_BYTES", in "Model and weights";
     /// Start although the weights need more host memory than is available now [default: false]
     skip_memory_check: bool = Some(false), env "EXPERTD_SKIP_MEMORY_CHECK", in "Model and weights", arg(num_args = 0..=1, default_missing_value = "true");
-    /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048; 8192 for GPU ranks
-    /// with --session-listen]
-    max_tokens_per_step: usize = None, env "EXPERTD_MAX_TOKENS_PER_STEP", in "Limits";
+    /// Largest number of rows in one step, all ranks together; determines the size of windows and staging [default: 2048]
+    max_tokens_per_step: usize = Some(2048), env "EXPERTD_MAX_TOKENS_PER_STEP", in "Limits";
     /// Largest number of rows in one request; a request larger than a step is split [default: twice max-tokens-per-step]
     max_tokens_per_request: usize = None, env "EXPERTD_MAX_TOKENS_PER_REQUEST", in "Limits";
     /// Largest number of rows in the queue; further requests are refused [default: 16 times max-tokens-per-step]
@@ -391,7 +390,7 @@ mod tests {
              session_listen=- network_listen=- network_library=- session_allow_uid=- max_sessions=16 max_session_bytes=4294967296 \
              metrics_listen=\"127.0.0.1:9464\" metrics_hosts=- expert_metrics=false otlp_endpoint=- tls_cert=- tls_key=- tls_client_ca=- \
              tls_client_names=- token_file=- \
-             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=- max_tokens_per_request=- max_queued_tokens=- \
+             admin_token_file=- insecure=false verify_weights=false max_weight_bytes=- skip_memory_check=false max_tokens_per_step=2048 max_tokens_per_request=- max_queued_tokens=- \
              max_wait_us=- slots=2 cores=- memory_rates=\"gpu=4000,host=85,pcie=55,gpu-tflops=530,core-gflops=59\" liveness_timeout_ms=1000 forming_timeout_ms=300000 step_timeout_ms=60000 device_timeout_ms=2000 health_timeout_ms=5000 on_fault=\"retry\" \
              drain_timeout_ms=10000 max_connections=1024 max_connections_per_client=- max_streams_per_connection=128 max_bytes_in_flight=-"
         );

@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::machine::Machine;
 use super::values::{derive, value, within};
-use crate::serve::settings::Given;
+use crate::serve::settings::{Given, SettingSource};
 use expertd_core::backend::Limits;
 use expertd_ipc::GroupShape;
 use expertd_ipc::control::DeviceKind;
@@ -44,10 +44,6 @@ pub(crate) fn group_shape(
     }
 }
 
-/// Rows of a step by default where engines may have sessions with GPU ranks: vLLM and SGLang prefill up to 8192 tokens at once. In steps of
-/// 2048 rows their experts are read four times.
-const ROWS_OF_A_PREFILL: usize = 8192;
-
 /// The sizes of steps, requests and buffers.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
@@ -70,13 +66,8 @@ impl Sizes {
     /// The first setting that is out of bounds or contradicts another one.
     pub(super) fn choose(given: &mut Given, spec: &ModelSpec, machine: &Machine) -> Result<Self, PlanError> {
         let &Machine { device, ranks, sources, .. } = machine;
-        let (rows, why) = if device == DeviceKind::Cuda && given.session_listen.0.is_some() {
-            (ROWS_OF_A_PREFILL, "what engines prefill at once")
-        } else {
-            (2048, "8192 for GPU ranks with session-listen")
-        };
-        let per_step = derive(&mut given.max_tokens_per_step, rows, why);
-        let per_step = within("max-tokens-per-step", per_step, 1, 1 << 20)?;
+        let setting = |s: &(Option<usize>, SettingSource)| s.0.unwrap_or_default();
+        let per_step = within("max-tokens-per-step", setting(&given.max_tokens_per_step), 1, 1 << 20)?;
         let per_request =
             derive(&mut given.max_tokens_per_request, 2 * per_step, "twice max-tokens-per-step");
         let per_request = within("max-tokens-per-request", per_request, 1, 1 << 22)?;
