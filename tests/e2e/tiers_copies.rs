@@ -10,6 +10,7 @@ use expertd_cli::admin::AdminAddress;
 use expertd_cli::golden::Golden;
 use expertd_cli::status::{StatusArgs, status};
 use expertd_client::Client;
+use expertd_model::synth::{SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{GetStatusRequest, TierStatus};
@@ -78,6 +79,49 @@ async fn some_experts_come_to_a_gpu_for_middling_steps() {
     let _in_use = gpus();
     middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE]).await;
     middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
+}
+
+/// Divided steps of other families and formats, which overlap one another and whole ones while slots change.
+async fn divided_steps_overlap(device: &str, environment: &[(&str, &str)]) {
+    for (family, format) in [
+        ("gpt_oss", SynthFormat::Mxfp4),
+        ("qwen2_moe", SynthFormat::Bf16),
+        ("qwen3_moe", SynthFormat::Int4),
+        ("qwen3_moe", SynthFormat::Nvfp4),
+    ] {
+        let like = SynthConfig { format, ..SynthConfig::new(family) };
+        let more = ["--stream-rows", "160", "--slot-memory", "300K"];
+        let mut pair = Pair::of(&like, device, &more, environment).await;
+        let ranks = pair.mixed.1.ranks();
+        for _ in 0..30 {
+            let tokens = [0, 1].map(|_| pair.rng.random_range(1..200));
+            pair.call_both_layers(tokens).await;
+        }
+        // A GPU pins the memory of CPU ranks in the background.
+        let begun = Instant::now();
+        while pair.rows(0).await[0] == 0 {
+            assert!(begun.elapsed() < PATIENCE, "{family}: no expert came to the source");
+            pair.call_both_layers([64, 30]).await;
+        }
+        for _ in 0..30 {
+            let tokens = [0, 1].map(|_| pair.rng.random_range(1..200));
+            pair.call_both_layers(tokens).await;
+        }
+        assert_eq!(pair.mixed.1.ranks(), ranks, "{family}: a step failed");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn divided_steps_of_a_source_overlap() {
+    divided_steps_overlap("cpu,cpu", &[POISONED_WIRE]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
+#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
+async fn divided_steps_of_a_gpu_overlap() {
+    let _in_use = gpus();
+    divided_steps_overlap("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
 }
 
 /// Steps of few rows are computed by all ranks, those of many rows by the source.

@@ -10,7 +10,7 @@ use expertd_types::LayerId;
 pub struct TierRows {
     /// Of experts that the source rank owns.
     pub source: u64,
-    /// Of experts of CPU ranks of which the source had a copy, in a slot or for a large step.
+    /// Of experts of CPU ranks of which the source had a copy, in a slot or for a large or divided step.
     pub copied: u64,
     /// Computed by CPU ranks.
     pub cpu: u64,

@@ -95,7 +95,7 @@ metrics_table! {
     /// Bytes of weights that a rank has copied from host memory to its GPU since it serves, in a mixed group.
     RANK_COPIED_BYTES_TOTAL = "expertd_rank_copied_bytes_total", Kind::Counter, Bytes, ["rank"];
     /// Rows of a layer's experts in a mixed group by what computed them: source (experts that rank 0 owns), copy (CPU ranks' experts,
-    /// from a copy in a slot or for a large step), cpu (CPU ranks). The hit rate is copy / (copy + cpu).
+    /// from a copy in a slot or for a large or divided step), cpu (CPU ranks). The hit rate is copy / (copy + cpu).
     TIER_ROWS_TOTAL = "expertd_tier_rows_total", Kind::Counter, Count, ["layer", "by"];
     /// Imbalance of a layer's expert load over the last minute: rows of the rank with the most, divided by the mean over
     /// ranks; 1 is perfect. A layer without rows keeps its value.

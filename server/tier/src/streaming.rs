@@ -7,18 +7,32 @@ const EVEN: usize = 4;
 /// Steps of fewer rows leave many experts out, whose copies would be in vain.
 const LEAST_ROWS: usize = 16;
 
+/// Least number of rows of a step for which some experts of CPU ranks come to the source, of steps for which all come from `stream_rows`
+/// rows on.
+#[must_use]
+pub fn least_divided(stream_rows: usize) -> usize {
+    stream_rows.min((stream_rows / FIRST).max(LEAST_ROWS))
+}
+
+/// Whether the rows of a step say which experts slots should hold: not if experts come for it and copies of all would take no longer than
+/// CPU ranks. One such step has more rows than dozens of those for which slots are.
+#[must_use]
+pub fn counts_for_slots(rows: usize, stream_rows: usize) -> bool {
+    rows < (stream_rows / EVEN).max(least_divided(stream_rows))
+}
+
 /// The share of the experts of CPU ranks that come to the source for a step of `rows` rows: all from `stream_rows` rows on, before that as
 /// many as can be copied while CPU ranks compute the others. `usize::MAX`: none ever come.
 ///
-/// Copies of all experts take a time that does not depend on `rows`, CPU ranks one that grows with them; both are equal with a quarter of
-/// `stream_rows`. So the share *s* for which copies and CPU ranks end together is rows / (rows + `stream_rows` / 4). Beyond `stream_rows`
-/// the rest would cost more time for its rows and sums than it saves.
+/// Copies of all experts take a time that does not depend on `rows`; that of CPU ranks is taken to grow with them, although few rows take as
+/// long as their experts are read. Both are equal with a quarter of `stream_rows`, so copies and CPU ranks end together for the share
+/// rows / (rows + `stream_rows` / 4). Beyond `stream_rows` the rest would cost more time for its rows and sums than it saves.
 #[must_use]
 pub fn streamed_share(rows: usize, stream_rows: usize) -> f64 {
     match stream_rows {
         usize::MAX => 0.0,
         all if rows >= all => 1.0,
-        all if rows < (all / FIRST).max(LEAST_ROWS) => 0.0,
+        all if rows < least_divided(all) => 0.0,
         all => rows as f64 / (rows as f64 + (all / EVEN) as f64),
     }
 }
@@ -69,6 +83,10 @@ mod tests {
             [0.0, 0.0, 1.0],
             "few rows are not divided"
         );
+        assert_eq!([1, 200, 280, 4000].map(least_divided), [1, 16, 17, 250]);
+        assert_eq!([69, 70].map(|rows| counts_for_slots(rows, 280)), [true, false]);
+        assert_eq!([5, 6].map(|rows| counts_for_slots(rows, 6)), [true, false]);
+        assert!(counts_for_slots(1 << 20, usize::MAX), "no experts come");
         assert_eq!([64, usize::MAX - 1].map(|rows| streamed_share(rows, usize::MAX)), [0.0, 0.0]);
     }
 

@@ -33,8 +33,18 @@ pub(super) struct Pair {
 impl Pair {
     /// Expert 0 of each layer is on the source, the others are on CPU ranks in turn.
     pub(super) async fn start(device: &str, more: &[&str], environment: &[(&str, &str)]) -> Pair {
+        Pair::of(&SynthConfig::new(FAMILY), device, more, environment).await
+    }
+
+    /// As [`start`](Pair::start), with weights of another family or format.
+    pub(super) async fn of(
+        like: &SynthConfig,
+        device: &str,
+        more: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Pair {
         let folder = tempfile::tempdir().unwrap();
-        let sizes = SynthConfig { experts: EXPERTS, top_k: K, ..SynthConfig::new(FAMILY) };
+        let sizes = SynthConfig { experts: EXPERTS, top_k: K, ..like.clone() };
         synth::write(&sizes, folder.path()).unwrap();
         let of_rank =
             |rank: usize| (1..EXPERTS as u32).filter(|expert| *expert as usize % 2 + 1 == rank).collect();
@@ -75,6 +85,16 @@ impl Pair {
     /// Calls both with `tokens` rows whose experts are among `of`, and compares. Returns the version of the table of slots.
     pub(super) async fn call(&mut self, layer: u32, tokens: usize, of: &[i32]) -> u64 {
         let request = self.request(layer, tokens, of);
+        self.answered(request).await
+    }
+
+    /// Calls both at once with `tokens` rows for each of two layers.
+    pub(super) async fn call_both_layers(&mut self, tokens: [usize; 2]) {
+        let [first, second] = [0, 1].map(|layer| self.request(layer, tokens[layer as usize], &all()));
+        tokio::join!(self.answered(first), self.answered(second));
+    }
+
+    async fn answered(&self, request: ForwardRequest) -> u64 {
         let (wanted, found) = tokio::join!(
             self.alone.0.forward(request.clone(), None),
             self.mixed.0.forward(request.clone(), None)

@@ -57,7 +57,7 @@ pub struct BenchArgs {
     /// With --device cuda,cpu: part of --gpu-memory for copies of experts of CPU ranks, as in `serve`
     #[arg(long, value_name = "SIZE")]
     pub slot_memory: Option<MemorySize>,
-    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are copied to the GPU, as in `serve`
+    /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are all copied to the GPU, as in `serve`
     #[arg(long, value_name = "ROWS")]
     pub stream_rows: Option<usize>,
     /// How ranks multiply FP8 weights, as in `serve` [default: fp8 on GPUs, bf16 on CPUs]

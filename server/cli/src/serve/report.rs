@@ -200,7 +200,7 @@ fn tiers(plan: &ServePlan) -> String {
         usize::MAX => String::new(),
         rows => format!(
             "; rank 0 computes all experts of steps of {rows} rows and more, some from {} rows on",
-            rows.min((rows / 16).max(16))
+            expertd_tier::least_divided(rows)
         ),
     };
     format!(

@@ -277,7 +277,7 @@ fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, ServeError>
         limits: sessions.limits,
         spin: cluster.spin,
         spin_after_request: host_spin,
-        spin_between_steps: spin_between_steps(host_spin, cluster.usable_cores),
+        spin_between_steps: spin_between_steps(cluster.spin, cluster.usable_cores),
     }))
 }
 

@@ -180,11 +180,14 @@ fn alike<'a>(layer: &'a RankLayer, on_cpus: &[ExpertId]) -> Option<&'a CpuExpert
     experts.all(|expert| expert.is_like(first)).then_some(first)
 }
 
-/// `[layers]`: the experts that ranks beside `source` compute.
+/// `[layers]`: the experts that ranks beside `source` compute, rank by rank.
 pub(super) fn on_cpus(layers: &[Option<RankLayer>], source: Rank) -> Vec<Vec<ExpertId>> {
     let of = |layer: &RankLayer| {
         let experts = (0..layer.local.len() as u32).map(ExpertId);
-        experts.filter(|id| !computes(&layer.owners, source, id.0 as i32)).collect()
+        let mut others: Vec<ExpertId> =
+            experts.filter(|id| !computes(&layer.owners, source, id.0 as i32)).collect();
+        others.sort_by_key(|id| layer.owners.of(*id).and_then(|owners| owners.first().copied()));
+        others
     };
     layers.iter().map(|layer| layer.as_ref().map(of).unwrap_or_default()).collect()
 }

@@ -16,7 +16,7 @@ use expertd_rank::{
     ClientMemory, Failure, HostMemories, PhaseClock, StepEngine, StepFault, StepReport, setup_failure,
 };
 use expertd_shm::ThreadTeam;
-use expertd_tier::{SourceWire, StreamedExperts, TierShape};
+use expertd_tier::{SourceWire, StreamedExperts, TierShape, counts_for_slots};
 use expertd_types::{ExpertId, ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -33,7 +33,7 @@ pub(super) struct SourceEngine {
     team: ThreadTeam,
     hidden: usize,
     layers: Vec<Option<RankLayer>>,
-    /// The layers with the experts of all ranks, for steps of at least `stream_rows` rows.
+    /// The layers with the experts of all ranks, for steps of many rows ([`StreamedExperts`]).
     whole_layers: Arc<Vec<Option<RankLayer>>>,
     /// `[layers]`: the experts of other ranks.
     on_cpus: Vec<Vec<ExpertId>>,
@@ -204,7 +204,7 @@ impl StepEngine for SourceEngine {
         step_rows.copy_out(out, staging.rows);
         clock.end(Phase::CopyOut);
         let copied_bytes = match self.slots.as_mut().filter(|_| is_split) {
-            Some(slots) => slots.ended(index, sequence, !is_alone)?,
+            Some(slots) => slots.ended(index, sequence, counts_for_slots(tokens, self.stream_rows))?,
             None => 0,
         };
         let phases = clock.phases();

@@ -150,15 +150,16 @@ impl CopiedExperts {
         unsafe { streaming.enqueue(step, &self.host, on, compute) }
     }
 
-    /// A step of a layer has completed. `is_streamed`: all experts came here for it. Returns the bytes of copies to slots that have begun
-    /// since the last call.
+    /// A step of a layer has completed, the last one of its slot of steps. Returns the bytes of copies to slots that have begun since the
+    /// last call.
     pub(super) fn ended(
         &mut self,
         layer: usize,
         sequence: Sequence,
-        is_streamed: bool,
+        slot_of_steps: usize,
     ) -> Result<u64, CudaFault> {
-        self.slots.as_mut().map_or(Ok(0), |slots| slots.ended(layer, sequence, !is_streamed, &self.host))
+        let counts = self.steps[slot_of_steps].as_ref().is_none_or(|step| step.counts_for_slots);
+        self.slots.as_mut().map_or(Ok(0), |slots| slots.ended(layer, sequence, counts, &self.host))
     }
 
     /// Waits until no copy runs any more.

@@ -44,8 +44,8 @@ pub(super) struct Running {
     copied_bytes: u64,
     /// Version of the table of expert slots.
     slot_version: u64,
-    /// For a layer that has experts on CPU ranks: its number, and whether they all came to the GPU.
-    brought: Option<(usize, bool)>,
+    /// The number of a layer that has experts on CPU ranks.
+    needed_cpus: Option<usize>,
 }
 
 /// The wait for the oldest running step.
@@ -275,16 +275,16 @@ impl StepEngine for CudaEngine {
         let tables = self.layers.slot_tables();
         if let Some(tier) = self.tier.as_mut().filter(|_| half == Half::First) {
             let begun = tier.copied.as_mut().map(|copied| copied.begin(step, layer, tables, &self.stream));
-            let (is_streamed, bytes, version) = begun.transpose()?.unwrap_or((false, 0, 0));
+            let (is_whole, bytes, version) = begun.transpose()?.unwrap_or((false, 0, 0));
             (copied_bytes, slot_version) = (bytes, version);
-            if is_streamed {
+            if is_whole {
                 half = Half::Whole;
                 tier.spare(step);
             } else {
                 tier.begin(slot);
             }
         }
-        let (of_layer, is_streamed) = (layer.index, half == Half::Whole);
+        let of_layer = layer.index;
         let needs_cpus = self.tier_of(layer).is_some();
         let (parts, outward) = match carried {
             Some(copies) => {
@@ -312,7 +312,7 @@ impl StepEngine for CudaEngine {
             rest,
             copied_bytes,
             slot_version,
-            brought: needs_cpus.then_some((of_layer, is_streamed)),
+            needed_cpus: needs_cpus.then_some(of_layer),
         });
         Ok(None)
     }
@@ -337,7 +337,14 @@ impl StepEngine for CudaEngine {
             return Ok(None);
         }
         let Some(Running {
-            segments, gated, notified, parts, mut copied_bytes, slot_version, brought, ..
+            segments,
+            gated,
+            notified,
+            parts,
+            mut copied_bytes,
+            slot_version,
+            needed_cpus,
+            ..
         }) = self.running.pop_front()
         else {
             return Ok(None);
@@ -351,8 +358,8 @@ impl StepEngine for CudaEngine {
             notice.experts_ended(sequence);
         }
         let of_cpus = self.tier.as_mut().and_then(|tier| tier.copied.as_mut());
-        if let Some((of_cpus, (layer, is_streamed))) = of_cpus.zip(brought) {
-            copied_bytes += of_cpus.ended(layer, Sequence(sequence), is_streamed)?;
+        if let Some((of_cpus, layer)) = of_cpus.zip(needed_cpus) {
+            copied_bytes += of_cpus.ended(layer, Sequence(sequence), slot)?;
         }
         let wide = self.shape.hidden as usize;
         if wide != self.hidden {

@@ -169,7 +169,7 @@ impl Slots {
         Ok(self.driver.version(id))
     }
 
-    /// A step has completed: its use of experts counts unless all of them came to this GPU, and copies begin. Returns the bytes of copies
+    /// A step has completed: its use of experts counts if `counts`, and copies begin. Returns the bytes of copies
     /// that began since the last call.
     pub(super) fn ended(
         &mut self,

@@ -5,8 +5,8 @@
 //! waits for that, rewrites the chunk to panels, and multiplies it with its rows, while the next chunk is copied. Two events per buffer say
 //! when it is full and when it is free. No kernel waits for a copy: streams do.
 //!
-//! The host decides before it launches a step, by the step's number of rows, because it does not know the routing then; with so many rows
-//! nearly every expert has some. Experts of which this GPU has a copy already are not copied.
+//! The host decides before it launches a step, by the step's number of rows, because it does not know the routing then. Experts of which
+//! this GPU has a copy already are not copied.
 
 #![allow(unsafe_code, reason = "copies and kernels work on memory that Rust only sees as addresses")]
 
@@ -16,7 +16,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
-use expertd_tier::StreamedExperts;
+use expertd_tier::{StreamedExperts, counts_for_slots};
 
 use super::memory::HostExperts;
 use super::repack::{HostCopies, HostCopy, Staging};
@@ -77,6 +77,8 @@ pub(in crate::engine) struct StreamedStep {
     layer: usize,
     /// Whether CPU ranks compute none of its rows.
     pub(in crate::engine) is_whole: bool,
+    /// Whether its rows say which experts slots should hold.
+    pub(super) counts_for_slots: bool,
     /// Experts that this rank holds.
     pub(in crate::engine) held: u32,
     /// Slots that are read.
@@ -226,6 +228,7 @@ impl Streaming {
         Ok(Some(StreamedStep {
             layer: layer.index,
             is_whole: copied.len() == place,
+            counts_for_slots: counts_for_slots(rows, self.rows),
             held: held as u32,
             slots: of_slots as u32,
             copied,
