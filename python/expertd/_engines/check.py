@@ -28,6 +28,16 @@ def refuse(features: Mapping[str, tuple[bool, str]]) -> None:
             raise UnsupportedError(f"{feature} {reason}; turn it off, or unset EXPERTD_ADDRESS")
 
 
+def slow_prefill(rows: int | None, rows_of_a_step: int) -> str | None:
+    """What to say of an engine that prefills up to `rows` rows at once, if the service's steps hold fewer: each reads the experts again."""
+    if rows is None or rows <= rows_of_a_step:
+        return None
+    return (
+        f"The service takes {-(-rows // rows_of_a_step)} steps for a prefill of {rows} tokens, and reads the experts for each; "
+        f"`expertd serve --max-tokens-per-step {rows}` takes one, with larger buffers."
+    )
+
+
 def check_model(engine: str, families: set[str], hidden: int, served: Model) -> None:
     """Compares family and hidden size with those of the service's model."""
     if served.family not in families:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from .._content import check_content
-from .._engines.check import check_layer, check_layers, check_model, is_expert_tensor
+from .._engines.check import check_layer, check_layers, check_model, is_expert_tensor, slow_prefill
 from .._engines.connection import connect
 from .._engines.guard import preceded, replace
 from .._engines.settings import Settings
@@ -119,6 +119,8 @@ def _without_expert_tensors(original: Any, model: nn.Module, weights: Any, targe
     if settings.check_weights and os.path.isdir(folder):
         check_content(folder, remote.model, "set EXPERTD_CHECK_WEIGHTS=0")
     logger.info("The routed experts of %d layers are served by %s.", len(layers), settings.address)
+    if slow := slow_prefill(get_server_args().chunked_prefill_size, remote.model.limits.max_tokens_per_step):
+        logger.warning(slow)
     kept: Any = ((name, tensor) for name, tensor in weights if not is_expert_tensor(name, layers))
     return original(model, kept, target_device)
 

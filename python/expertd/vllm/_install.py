@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from .._content import check_content
-from .._engines.check import check_layers, is_expert_tensor
+from .._engines.check import check_layers, is_expert_tensor, slow_prefill
 from .._engines.connection import connect, number_of
 from .._engines.settings import Settings
 from .._engines.versions import refuse_other_versions
@@ -53,6 +53,8 @@ def _method(original: Any) -> Any:
         check_engine(config, current_platform.is_cpu(), settings.session)
         number, remote = connect(settings, guard_outputs)
         check_model(config.model_config, remote.model)
+        if slow := slow_prefill(config.scheduler_config.max_num_batched_tokens, remote.model.limits.max_tokens_per_step):
+            logger.warning_once(slow)
         served = check_layer(prefix, moe_config, self.expert_map_manager.num_fused_shared_experts, remote.model)
         if not settings.service_gate:
             return RemoteExpertsMethod(moe_config, number, served.layer)

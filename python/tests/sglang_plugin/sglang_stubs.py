@@ -26,7 +26,7 @@ def arguments(**changes):
         tp_size=1, ep_size=1, dp_size=1, pp_size=1, attn_cp_size=1, moe_a2a_backend="none", enable_eplb=False, enable_lora=None,
         lora_paths=None, speculative_algorithm=None, enable_two_batch_overlap=False, enable_single_batch_overlap=False,
         enable_torch_compile=False, disaggregation_mode="null", kt_weight_path=None, load_format="auto", moe_runner_backend="auto",
-        model_path="somebody/model",
+        model_path="somebody/model", chunked_prefill_size=8192,
     )
     return of(**{**whole, **changes})
 

@@ -6,7 +6,7 @@ import types
 import pytest
 
 import expertd
-from expertd._engines.check import check_layers, is_expert_tensor
+from expertd._engines.check import check_layers, is_expert_tensor, slow_prefill
 from expertd._engines.settings import Settings
 from expertd._engines.versions import refuse_other_versions
 from expertd.vllm import TRIED, register
@@ -159,6 +159,12 @@ SERVED = of(family="mixtral", hidden=128, moe_layers=LAYERS)
 
 def moe(**changes):
     return of(**{**dict(num_experts=8, experts_per_token=2, intermediate_size=64, hidden_dim=128), **changes})
+
+
+def test_a_prefill_of_several_steps_is_told():
+    assert slow_prefill(2048, 2048) is None and slow_prefill(None, 2048) is None
+    said = slow_prefill(8193, 2048)
+    assert "5 steps for a prefill of 8193 tokens" in said and "--max-tokens-per-step 8193`" in said
 
 
 def test_a_service_with_the_same_model_is_accepted():
