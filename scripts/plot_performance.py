@@ -24,7 +24,7 @@ PICTURES = [
     (
         "steps-1-gpu.svg",
         "steps-1-gpu.json",
-        ["qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b", "gpt-oss-120b"],
+        ["qwen3-30b-a3b/bf16", "qwen3-30b-a3b/fp8", "deepseek-v3", "mixtral-8x7b", "gpt-oss-120b"],
         "One MoE layer on one H200, gate to combine",
     ),
     (
