@@ -270,13 +270,12 @@ fn session_config(plan: &ServePlan) -> Result<Option<SessionConfig>, ServeError>
         _ => None,
     };
     let cluster = &plan.cluster;
-    let host_spin = if cluster.shape.is_mixed() { Duration::ZERO } else { cluster.spin };
     Ok(Some(SessionConfig {
         listen,
         users: sessions.users.clone(),
         limits: sessions.limits,
         spin: cluster.spin,
-        spin_after_request: host_spin,
+        spin_after_request: if cluster.shape.is_mixed() { Duration::ZERO } else { cluster.spin },
         spin_between_steps: spin_between_steps(cluster.spin, cluster.usable_cores),
     }))
 }
