@@ -50,10 +50,10 @@ BUILDS = {
 SAME_BITS = "same_bits"
 DEVICE = [SAME_BITS, "gate", "experts", "full", "wide", "skew", "rows", "word", "loopback", "fp8_rows", "faults", "beyond", "staging"]
 # Modules of `e2e` whose ignored tests need GPUs. `victim` is a process of another test.
-MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_copies", "tiers_gpu"]
+MODULES = ["fp8", "gpu", "gpu_placement", "reload", "tiers_copies", "tiers_copies::divided", "tiers_gpu"]
 MODULES += [f"sessions::{name}" for name in ("gpu", "cuda_gpu", "cuda_routing", "other_checkpoints", "tiers")]
 # Modules whose services have one GPU rank, whatever number of ranks others have.
-ONE_GPU_RANK = ["tiers_copies", "tiers_gpu", "sessions::tiers"]
+ONE_GPU_RANK = ["tiers_copies", "tiers_copies::divided", "tiers_gpu", "sessions::tiers"]
 SOAK, REPLAYED = "soak_gpu", "replayed_calls_stay_right"
 NOT_TESTS = ["victim", "stand_in"]
 # Tests that fail with fewer than two ranks, and those that fail with fewer than two GPUs.

@@ -1,5 +1,6 @@
 //! Mixed groups whose source also computes experts of CPU ranks: all of them in steps of many rows, and those that have a copy in a slot.
 
+mod divided;
 mod pair;
 
 use std::io::{Read as _, Write as _};
@@ -10,7 +11,6 @@ use expertd_cli::admin::AdminAddress;
 use expertd_cli::golden::Golden;
 use expertd_cli::status::{StatusArgs, status};
 use expertd_client::Client;
-use expertd_model::synth::{SynthConfig, SynthFormat};
 use expertd_model::{Checkpoint, LayerChoice};
 use expertd_proto::v1::admin_client::AdminClient;
 use expertd_proto::v1::{GetStatusRequest, TierStatus};
@@ -36,94 +36,6 @@ pub(crate) const STREAMED: [&str; 2] = ["--stream-rows", "6"];
 const FAILED_COPIES: (&str, &str) = ("EXPERTD_TIER_FAIL_COPIES", "5");
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Middling steps are divided: some experts of CPU ranks come to the source, the others stay.
-async fn middling_steps_are_divided(device: &str, environment: &[(&str, &str)]) {
-    let (all_from, divided_from) = (160, 16);
-    let mut pair = Pair::start(device, &["--stream-rows", &all_from.to_string()], environment).await;
-    for layer in 0..2 {
-        // A GPU pins the memory of CPU ranks in the background.
-        let begun = Instant::now();
-        while pair.rows(layer).await[0] == 0 {
-            assert!(begun.elapsed() < PATIENCE, "no expert came to the source");
-            pair.call(layer, 64, &all()).await;
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-    }
-    for step in 0..60 {
-        let before = pair.rows(step % 2).await;
-        let tokens = pair.rng.random_range(1..200);
-        pair.call(step % 2, tokens, &all()).await;
-        let after = pair.rows(step % 2).await;
-        let [of_source, of_others] = [0, 1].map(|side| after[side] - before[side]);
-        let what = format!("{tokens} rows: {of_source} at the source, {of_others} elsewhere");
-        assert_eq!(of_others == 0, tokens >= all_from, "{what}");
-        assert!(of_source == 0 || tokens >= divided_from, "{what}");
-        // So many rows leave none out of the experts that come.
-        let share = tokens as f64 / (tokens as f64 + all_from as f64 / 4.0);
-        let expected = share * (of_source + of_others) as f64;
-        if (40..all_from).contains(&tokens) {
-            assert!((0.6..1.3).contains(&(of_source as f64 / expected)), "{what}, expected {expected}");
-        }
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_source_computes_some_experts_of_middling_steps() {
-    middling_steps_are_divided("cpu,cpu", &[POISONED_WIRE]).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
-#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
-async fn some_experts_come_to_a_gpu_for_middling_steps() {
-    let _in_use = gpus();
-    middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE]).await;
-    middling_steps_are_divided("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
-}
-
-/// Divided steps of other families and formats, which overlap one another and whole ones while slots change.
-async fn divided_steps_overlap(device: &str, environment: &[(&str, &str)]) {
-    for (family, format) in [
-        ("gpt_oss", SynthFormat::Mxfp4),
-        ("qwen2_moe", SynthFormat::Bf16),
-        ("qwen3_moe", SynthFormat::Int4),
-        ("qwen3_moe", SynthFormat::Nvfp4),
-    ] {
-        let like = SynthConfig { format, ..SynthConfig::new(family) };
-        let more = ["--stream-rows", "160", "--slot-memory", "300K"];
-        let mut pair = Pair::of(&like, device, &more, environment).await;
-        let ranks = pair.mixed.1.ranks();
-        for _ in 0..30 {
-            let tokens = [0, 1].map(|_| pair.rng.random_range(1..200));
-            pair.call_both_layers(tokens).await;
-        }
-        // A GPU pins the memory of CPU ranks in the background.
-        let begun = Instant::now();
-        while pair.rows(0).await[0] == 0 {
-            assert!(begun.elapsed() < PATIENCE, "{family}: no expert came to the source");
-            pair.call_both_layers([64, 30]).await;
-        }
-        for _ in 0..30 {
-            let tokens = [0, 1].map(|_| pair.rng.random_range(1..200));
-            pair.call_both_layers(tokens).await;
-        }
-        assert_eq!(pair.mixed.1.ranks(), ranks, "{family}: a step failed");
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn divided_steps_of_a_source_overlap() {
-    divided_steps_overlap("cpu,cpu", &[POISONED_WIRE]).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "needs GPUs; run on a machine that has them with `-- --ignored`"]
-#[allow(clippy::await_holding_lock, reason = "the lock keeps other tests off the GPUs")]
-async fn divided_steps_of_a_gpu_overlap() {
-    let _in_use = gpus();
-    divided_steps_overlap("cuda,cpu", &[POISONED_WIRE, ("EXPERTD_CUDA_POISON", "50")]).await;
-}
-
 /// Steps of few rows are computed by all ranks, those of many rows by the source.
 async fn large_steps_are_the_sources(device: &str, environment: &[(&str, &str)]) {
     let mut pair = Pair::start(device, &STREAMED, environment).await;
@@ -131,27 +43,14 @@ async fn large_steps_are_the_sources(device: &str, environment: &[(&str, &str)])
         pair.call(layer, STREAM_ROWS - 1, &all()).await;
         let [of_source, of_others] = pair.rows(layer).await;
         assert!(of_source == 0 && of_others > 0, "layer {layer}: {of_source} and {of_others} rows");
-        // A GPU pins the memory of CPU ranks in the background.
-        let begun = Instant::now();
-        loop {
-            let before = pair.rows(layer).await;
-            pair.call(layer, STREAM_ROWS, &all()).await;
-            let after = pair.rows(layer).await;
-            if after[1] == before[1] {
-                assert!(after[0] > before[0], "layer {layer}: {before:?}, then {after:?}");
-                break;
-            }
-            assert!(begun.elapsed() < PATIENCE, "CPU ranks still compute: {before:?}, then {after:?}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        let [of_source, _] = pair.call_until(layer, STREAM_ROWS, |[_, of_others]| of_others == 0).await;
+        assert!(of_source > 0, "layer {layer}: nobody computed the rows of CPU ranks' experts");
     }
     // Steps of both kinds follow one another in all slots of steps.
     for step in 0..60 {
-        let before = pair.rows(step % 2).await;
         let tokens = pair.rng.random_range(1..40);
-        pair.call(step % 2, tokens, &all()).await;
-        let after = pair.rows(step % 2).await;
-        assert_eq!(after[1] == before[1], tokens >= STREAM_ROWS, "{tokens} rows: {before:?}, then {after:?}");
+        let (_, computed) = pair.counted_call(step % 2, tokens, &all()).await;
+        assert_eq!(computed[1] == 0, tokens >= STREAM_ROWS, "{tokens} rows: {computed:?}");
     }
 }
 
@@ -239,13 +138,10 @@ async fn slots_follow_the_use(device: &str, environment: &[(&str, &str)]) {
         // Until one step finds all of its experts in slots.
         for step in 0.. {
             let layer = step % 2;
-            let before = pair.rows(layer).await;
             let tokens = pair.rng.random_range(1..STREAM_ROWS);
-            let version = pair.call(layer, tokens, &hot).await;
+            let (version, [of_source, of_others]) = pair.counted_call(layer, tokens, &hot).await;
             let earlier = std::mem::replace(&mut versions[layer as usize], version);
             assert!(version >= earlier, "layer {layer}: version {version} of the table after {earlier}");
-            let after = pair.rows(layer).await;
-            let [of_source, of_others] = [after[0] - before[0], after[1] - before[1]];
             assert_eq!(of_source + of_others, (tokens * K) as u64, "round {round}, step {step}");
             if step > 20 && of_others == 0 {
                 assert!(version > 0, "a row was computed in a slot of an empty table");

@@ -115,10 +115,8 @@ impl MemoryRates {
             let of_row = operations / (cores.max(1) as f64 * self.core_gflops * 1e9);
             (copy / of_row * experts.count as f64 / moe.gate.top_k as f64).ceil() as usize
         };
-        spec.moe_layers()
-            .map(|(_, moe)| of_layer(moe))
-            .max()
-            .map_or(usize::MAX, |rows| rows.saturating_mul(4))
+        let even = spec.moe_layers().map(|(_, moe)| of_layer(moe)).max().unwrap_or(usize::MAX);
+        expertd_tier::stream_rows_of(even)
     }
 }
 

@@ -7,6 +7,12 @@ const EVEN: usize = 4;
 /// Steps of fewer rows leave many experts out, whose copies would be in vain.
 const LEAST_ROWS: usize = 16;
 
+/// The `stream_rows` of steps for which copies of all experts take as long as the products of CPU ranks with `even` rows.
+#[must_use]
+pub const fn stream_rows_of(even: usize) -> usize {
+    even.saturating_mul(EVEN)
+}
+
 /// Least number of rows of a step for which some experts of CPU ranks come to the source, of steps for which all come from `stream_rows`
 /// rows on.
 #[must_use]
@@ -72,6 +78,7 @@ mod tests {
     #[test]
     fn copies_and_cpu_ranks_end_together() {
         // Times of all experts: 1 for copies, rows / 70 for CPU ranks.
+        assert_eq!([70, usize::MAX].map(stream_rows_of), [280, usize::MAX]);
         for rows in 17..280 {
             let share = streamed_share(rows, 280);
             let (copies, products) = (share, (1.0 - share) * rows as f64 / 70.0);

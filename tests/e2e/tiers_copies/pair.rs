@@ -1,5 +1,7 @@
 //! A mixed group beside one rank with the same weights.
 
+use std::time::{Duration, Instant};
+
 use expertd_client::Client;
 use expertd_model::synth::{self, SynthConfig};
 use expertd_proto::v1::{DType, ForwardRequest};
@@ -10,7 +12,7 @@ use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
 use tempfile::TempDir;
 
-use super::FAMILY;
+use super::{FAMILY, PATIENCE};
 use crate::balance::counts;
 use crate::service::load::check_within;
 use crate::service::{PATIENT, Service};
@@ -86,6 +88,33 @@ impl Pair {
     pub(super) async fn call(&mut self, layer: u32, tokens: usize, of: &[i32]) -> u64 {
         let request = self.request(layer, tokens, of);
         self.answered(request).await
+    }
+
+    /// As [`call`](Pair::call). Returns also the rows of this call as [`rows`](Pair::rows) counts them.
+    pub(super) async fn counted_call(&mut self, layer: u32, tokens: usize, of: &[i32]) -> (u64, [u64; 2]) {
+        let before = self.rows(layer).await;
+        let version = self.call(layer, tokens, of).await;
+        let after = self.rows(layer).await;
+        (version, [0, 1].map(|side| after[side] - before[side]))
+    }
+
+    /// Calls with `tokens` rows until the counted rows of a call are `wanted`: a GPU pins the memory of CPU ranks in the background.
+    pub(super) async fn call_until(
+        &mut self,
+        layer: u32,
+        tokens: usize,
+        wanted: impl Fn([u64; 2]) -> bool,
+    ) -> [u64; 2] {
+        let begun = Instant::now();
+        loop {
+            let (_, [of_source, of_others]) = self.counted_call(layer, tokens, &all()).await;
+            if wanted([of_source, of_others]) {
+                return [of_source, of_others];
+            }
+            let what = format!("layer {layer}: {of_source} rows at the source, {of_others} elsewhere");
+            assert!(begun.elapsed() < PATIENCE, "{what}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     /// Calls both at once with `tokens` rows for each of two layers.

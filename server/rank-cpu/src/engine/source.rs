@@ -1,5 +1,5 @@
 //! The engine of a CPU rank that is the source of a mixed group: it has all rows, and computes the experts that it owns, and those in
-//! slots, beside the other ranks. Of steps of many rows it computes some or all of the other experts, too, as a source on a GPU does that
+//! slots, beside the other ranks. In steps of many rows it also computes some or all of the other experts, like a source on a GPU, which
 //! copies them; here their weights are read where they lie.
 
 use std::os::fd::OwnedFd;

@@ -169,8 +169,8 @@ impl Slots {
         Ok(self.driver.version(id))
     }
 
-    /// A step has completed: its use of experts counts if `counts`, and copies begin. Returns the bytes of copies
-    /// that began since the last call.
+    /// A step has completed: its use of experts counts if `counts`, and copies begin. Returns the bytes of copies that began since the last
+    /// call.
     pub(super) fn ended(
         &mut self,
         layer: usize,
