@@ -3,7 +3,7 @@
 
 use expertd_shm::ThreadTeam;
 
-use super::fixed::{PackedRows, fix_row};
+use super::fixed::{PackedRows, fix_tile, takes_fixed};
 use super::memory::AlignedBuffer;
 use super::packed::{K_BLOCK, PackedMatrix};
 use super::panel::multiply;
@@ -17,11 +17,14 @@ const CHUNK: usize = 120;
 /// Smallest number of work items per chunk that keeps all threads busy.
 const ITEMS: usize = 64;
 
+/// Rows of the largest tile.
+const MAX_TILE: usize = SimdLevel::Avx512.max_tile_rows();
+
 /// Scratch memory of [`matmul`].
 #[derive(Debug)]
 pub struct MatmulScratch {
     x: AlignedBuffer<f32>,
-    /// The scales of a single fixed-point row.
+    /// The scales of a tile of fixed-point rows.
     x_scales: AlignedBuffer<f32>,
     /// Products of rows with one panel, summed over k; one buffer per thread.
     sums: Vec<AlignedBuffer<f32>>,
@@ -34,7 +37,7 @@ impl MatmulScratch {
         let panel = SimdLevel::ALL.map(SimdLevel::panel_width).into_iter().max().unwrap_or(0);
         MatmulScratch {
             x: AlignedBuffer::resident(CHUNK * padded(max_k)),
-            x_scales: AlignedBuffer::resident(padded(max_k) / K_BLOCK),
+            x_scales: AlignedBuffer::resident(padded(max_k) / K_BLOCK * MAX_TILE),
             sums: (0..threads.max(1)).map(|_| AlignedBuffer::resident(CHUNK * panel)).collect(),
         }
     }
@@ -108,14 +111,14 @@ fn chunk(
         }
     });
 
-    if count == 1 {
-        fix_row(matrix, &mut scratch.x[..stride], &mut scratch.x_scales[..matrix.blocks()]);
+    // Of more rows, the last part may be as few; those stay f32.
+    let scales = if takes_fixed(matrix, count) { count * matrix.blocks() } else { 0 };
+    if scales > 0 {
+        fix_tile(matrix, count, &mut scratch.x[..count * stride], &mut scratch.x_scales[..scales]);
     }
 
     let queue = WorkQueue::new(parts * panels);
-    let (x, x_scales) = (&scratch.x, &scratch.x_scales[..matrix.blocks()]);
-    // Of several rows, the last part may be a single row; that one stays f32.
-    let x_scales = if count == 1 { x_scales } else { &[] };
+    let (x, x_scales) = (&scratch.x, &scratch.x_scales[..scales]);
     let out = DisjointSlice::new(out);
     run_parallel(team, parts * panels, &mut scratch.sums, |sums| {
         for (item, next) in queue.with_next() {
@@ -124,7 +127,7 @@ fn chunk(
             let sums = &mut sums[..count * width];
             sums.fill(0.0);
             let x = &x[start * stride..][..count * stride];
-            multiply(matrix, panel, PackedRows::new(count, x, x_scales), sums, next);
+            multiply(matrix, panel, PackedRows::new(matrix, count, x, x_scales), sums, next);
             let columns = panel * width..n.min((panel + 1) * width);
             for (r, sums) in sums.chunks_exact(width).enumerate() {
                 let row = (start + r) * n;

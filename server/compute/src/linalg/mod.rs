@@ -29,7 +29,7 @@ pub use storage::SharedBytes;
 pub use stored::{PackedForm, StoredError};
 
 pub(crate) use epilogue::{PanelOutput, activate};
-pub(crate) use fixed::{PackedRows, fix_row};
+pub(crate) use fixed::{PackedRows, fix_tile, takes_fixed};
 pub use memory::AlignedBuffer;
 pub(crate) use packed::K_BLOCK;
 pub(crate) use panel::multiply;

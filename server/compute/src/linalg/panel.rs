@@ -87,7 +87,7 @@ fn add_products(
     );
     assert_eq!(x.len(), rows * k);
     assert_eq!(acc.len(), rows * width);
-    assert!(x_scales.is_empty() || (rows, x_scales.len()) == (1, matrix.blocks()));
+    assert!(x_scales.is_empty() || x_scales.len() == rows * matrix.blocks());
     let tiling = Tiling::new(matrix.level, rows);
     let blocks = matrix.blocks();
     let part = blocks.div_ceil(blocks.div_ceil(MAX_BLOCKS));
@@ -120,7 +120,7 @@ fn add_products(
             scale_blocks: matrix.scale_blocks,
             groups: matrix.groups.unwrap_or(GroupLayout::MX),
             x: x.as_ptr(),
-            x_scales: x_scales.get(first..).unwrap_or_default().as_ptr(),
+            x_scales: x_scales.get(first * rows..).unwrap_or_default().as_ptr(),
             blocks,
             acc: wide.map_or(std::ptr::null_mut(), |(_, wide)| wide),
             prefetch,
@@ -142,7 +142,7 @@ fn add_products(
             let acc = &mut acc[tile.start * width..][..tile.rows * width];
             arguments = KernelArgs { x: x.as_ptr(), acc: acc.as_mut_ptr(), prefetch, ..arguments };
             let kernel = match fixed {
-                Some(fixed) => fixed.multiply,
+                Some(fixed) => fixed.multiply[rows - 1],
                 None => kernel(matrix.level, format, zeros, tile.rows),
             };
             // SAFETY: the level is supported; weights, x, its scales and acc have the lengths that `KernelArgs` asks for; a

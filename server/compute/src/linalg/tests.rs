@@ -43,11 +43,11 @@ fn magnitudes(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
 /// partial sums add up as a random walk; this is seven standard deviations for 300 products.
 const TOLERANCE: f64 = 3e-6;
 
-/// Largest allowed errors of products. A single row may be converted to fixed point, which moves each element by up to 2^-23 of the
-/// row's largest one.
+/// Largest allowed errors of products. Few rows may be converted to fixed point, which moves each element by up to 2^-23 of its row's
+/// largest one.
 fn allowed_errors(x: &[f32], values: &[f64], n: usize, k: usize) -> Vec<f64> {
     let largest = x.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-    let off = if x.len() == k { f64::from(largest) * 2f64.powi(-23) } else { 0.0 };
+    let off = f64::from(largest) * 2f64.powi(-23);
     let sum = |i: usize| values[i % n * k..][..k].iter().map(|w| w.abs()).sum::<f64>();
     let magnitudes = magnitudes(x, values, n, k).into_iter().enumerate();
     magnitudes.map(|(i, magnitude)| TOLERANCE * magnitude + off * sum(i)).collect()

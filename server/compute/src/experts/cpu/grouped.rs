@@ -15,7 +15,8 @@ use super::{CpuExpert, Workspace};
 use crate::experts::{Assignments, ExpertKind};
 use crate::linalg::{
     AlignedBuffer, DisjointSlice, K_BLOCK, PackedMatrix, PackedRows, PanelOutput, RowTile, SimdLevel, Tiling,
-    WorkQueue, activate, fix_row, multiply, pack_row, pack_zeros, padded, quantise_row, run_parallel,
+    WorkQueue, activate, fix_tile, multiply, pack_row, pack_zeros, padded, quantise_row, run_parallel,
+    takes_fixed,
 };
 use expertd_model::WeightOn;
 
@@ -86,13 +87,6 @@ pub fn forward_one(
     call.run(&mut [out], workspace, team);
 }
 
-/// The products of an expert.
-#[derive(Clone, Copy)]
-enum Projection {
-    GateUp,
-    Down,
-}
-
 /// The operands of one call.
 struct Call<'a, E> {
     kind: ExpertKind,
@@ -132,10 +126,8 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
                 break;
             }
             self.pack(workspace, team);
-            self.fix(workspace, Projection::GateUp);
             self.gate_up(workspace, team);
-            self.quantise(workspace, team);
-            self.fix(workspace, Projection::Down);
+            self.convert(workspace, team);
             self.down(&out, fresh, workspace, team);
             fresh = false;
         }
@@ -161,8 +153,8 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
     }
 
     fn pack(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
-        let Workspace { x, parts, sums, .. } = workspace;
-        for_each_tile(parts, padded(self.hidden), x, sums, team, |part, tile, packed| {
+        let Workspace { x, x_scales, parts, sums, .. } = workspace;
+        for_each_tile(parts, padded(self.hidden), (x, x_scales), sums, team, |part, tile, packed, scales| {
             for r in 0..tile.rows {
                 let assignment = part.first + tile.start + r;
                 let weight = self.weights.map_or(1.0, |weights| weights[assignment]);
@@ -179,54 +171,27 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
                     pack_row(packed, tile.rows, r, row, factor);
                 }
             }
+            let matrix = &self.expert(part.expert).gate_up;
+            if takes_fixed(matrix, part.rows) {
+                fix_tile(matrix, part.rows, packed, scales);
+            }
         });
     }
 
-    /// Converts the rows of parts that have only one to fixed-point numbers, where a matrix takes them. It takes about as long
-    /// as waking a thread. A row of several neighbouring parts is converted once.
-    fn fix(&self, workspace: &mut Workspace, projection: Projection) {
-        let Workspace { x, x_scales, h, h_scales, parts, .. } = workspace;
-        let mut last: Option<&ExpertPart> = None;
-        for part in parts.iter().filter(|part| part.rows == 1) {
-            let expert = self.expert(part.expert);
-            let (matrix, rows, scales) = match projection {
-                Projection::GateUp => (&expert.gate_up, &mut *x, &mut *x_scales),
-                Projection::Down => (&expert.down, &mut *h, &mut *h_scales),
-            };
-            let (k, blocks) = (padded(matrix.k()), padded(matrix.k()) / K_BLOCK);
-            let shared =
-                last.filter(|last| matches!(projection, Projection::GateUp) && self.is_same_row(last, part));
-            let shared = shared.filter(|last| is_alike(matrix, &self.expert(last.expert).gate_up));
-            match shared.filter(|last| !scales[last.start * blocks].is_nan()) {
-                Some(last) => {
-                    rows.copy_within(last.start * k..(last.start + 1) * k, part.start * k);
-                    scales.copy_within(last.start * blocks..(last.start + 1) * blocks, part.start * blocks);
-                }
-                None => fix_row(
-                    matrix,
-                    &mut rows[part.start * k..][..k],
-                    &mut scales[part.start * blocks..][..blocks],
-                ),
-            }
-            last = Some(part);
+    /// Converts the inputs of the down projections: quantised if the kind says so, and to fixed point where a matrix takes that.
+    fn convert(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
+        let Workspace { h, h_scales, parts, sums, .. } = workspace;
+        let is_fixed = |part: &ExpertPart| takes_fixed(&self.expert(part.expert).down, part.rows);
+        if self.kind.fp8_rows.is_none() && !parts.iter().any(is_fixed) {
+            return;
         }
-    }
-
-    /// Whether two parts that have one row each have packed the same.
-    fn is_same_row(&self, a: &ExpertPart, b: &ExpertPart) -> bool {
-        let is_zero = |part: &ExpertPart| self.weights.is_some_and(|weights| weights[part.first] == 0.0);
-        self.kind.weight_on == WeightOn::Output
-            && self.number(a.first) == self.number(b.first)
-            && is_zero(a) == is_zero(b)
-    }
-
-    /// Quantises the inputs of the down projections if the kind says so.
-    fn quantise(&self, workspace: &mut Workspace, team: Option<&ThreadTeam>) {
-        let Some(scales) = self.kind.fp8_rows else { return };
-        let Workspace { h, parts, sums, .. } = workspace;
-        for_each_tile(parts, padded(self.expert(0).intermediate()), h, sums, team, |_, tile, packed| {
-            for r in 0..tile.rows {
-                quantise_row(packed, tile.rows, r, scales, 1.0);
+        let k = padded(self.expert(0).intermediate());
+        for_each_tile(parts, k, (h, h_scales), sums, team, |part, tile, packed, scales| {
+            if let Some(scales) = self.kind.fp8_rows {
+                (0..tile.rows).for_each(|r| quantise_row(packed, tile.rows, r, scales, 1.0));
+            }
+            if is_fixed(part) {
+                fix_tile(&self.expert(part.expert).down, part.rows, packed, scales);
             }
         });
     }
@@ -350,11 +315,6 @@ impl<E: Borrow<CpuExpert> + Sync> Call<'_, E> {
     }
 }
 
-/// Whether kernels of both matrices take the same rows.
-fn is_alike(a: &PackedMatrix, b: &PackedMatrix) -> bool {
-    (a.format(), a.form().groups) == (b.format(), b.form().groups)
-}
-
 /// The rows of a part as operands of `matrix`.
 fn packed_rows<'a>(
     part: &ExpertPart,
@@ -364,20 +324,21 @@ fn packed_rows<'a>(
 ) -> PackedRows<'a> {
     let (k, blocks) = (padded(matrix.k()), padded(matrix.k()) / K_BLOCK);
     let scales = &scales[part.start * blocks..][..part.rows * blocks];
-    PackedRows::new(part.rows, &x[part.start * k..][..part.rows * k], scales)
+    PackedRows::new(matrix, part.rows, &x[part.start * k..][..part.rows * k], scales)
 }
 
-/// Calls `each` once for each tile of the parts, with the tile's packed rows of `k` elements in `buffer`.
+/// Calls `each` once for each tile of the parts, with the tile's packed rows of `k` elements in the first buffer and the scales of their
+/// blocks in the second.
 fn for_each_tile(
     parts: &[ExpertPart],
     k: usize,
-    buffer: &mut [f32],
+    (rows, scales): (&mut [f32], &mut [f32]),
     threads: &mut [AlignedBuffer<f32>],
     team: Option<&ThreadTeam>,
-    each: impl Fn(&ExpertPart, RowTile, &mut [f32]) + Sync,
+    each: impl Fn(&ExpertPart, RowTile, &mut [f32], &mut [f32]) + Sync,
 ) {
     let tiles = parts.last().map_or(0, |part| part.tiles + part.tiling.tiles());
-    let buffer = DisjointSlice::new(buffer);
+    let (buffer, scales) = (DisjointSlice::new(rows), DisjointSlice::new(scales));
     let queue = WorkQueue::new(tiles);
     // The work of few tiles takes less time than waking threads.
     let team = team.filter(|_| tiles > 4);
@@ -385,9 +346,13 @@ fn for_each_tile(
         for item in queue.items() {
             let part = &parts[parts.partition_point(|part| part.tiles <= item) - 1];
             let tile = part.tiling.tile(item - part.tiles);
-            let at = (part.start + tile.start) * k;
+            let (first, blocks) = (part.start + tile.start, k / K_BLOCK);
+            let end = first + tile.rows;
             // SAFETY: tiles do not overlap, and each is one item.
-            each(part, tile, unsafe { buffer.part_mut(at..at + tile.rows * k) });
+            let rows = unsafe { buffer.part_mut(first * k..end * k) };
+            // SAFETY: likewise.
+            let scales = unsafe { scales.part_mut(first * blocks..end * blocks) };
+            each(part, tile, rows, scales);
         }
     });
 }

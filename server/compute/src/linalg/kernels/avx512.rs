@@ -1,10 +1,14 @@
 //! Kernels for AVX-512: panels of 32 outputs (two vectors) and tiles of up to 12 rows, whose 24 sums stay in registers.
 #![allow(unsafe_code, reason = "SIMD intrinsics and pointers into packed panels")]
 
+mod fixed;
+
 use std::arch::x86_64::*;
 
 use super::vector::vector_kernels;
-use super::{Kernel, KernelArgs};
+pub(super) use fixed::kernel as fixed_kernel;
+
+use super::{FixedKernel, Kernel, KernelArgs};
 use crate::linalg::groups::{GroupLayout, OCTET, PackedScale};
 use crate::linalg::packed::{FP8_BIAS, K_BLOCK};
 use crate::linalg::simd_level::SimdLevel;

@@ -35,7 +35,7 @@ pub(super) struct KernelArgs {
     pub(super) groups: GroupLayout,
     /// Rows: `[blocks, R, 32]`.
     pub(super) x: *const f32,
-    /// Fixed-point rows: one scale per block.
+    /// Fixed-point rows: scales, `[blocks, R]`.
     pub(super) x_scales: *const f32,
     /// Blocks of 32 input features.
     pub(super) blocks: usize,
@@ -69,23 +69,25 @@ pub(super) fn kernel(level: SimdLevel, format: WeightFormat, zeros: bool, rows: 
     }
 }
 
-/// A kernel for one row of fixed-point numbers.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only AVX2 has such kernels"))]
+/// Kernels for tiles of few rows of fixed-point numbers.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only x86-64 has such kernels"))]
 #[derive(Clone, Copy)]
 pub(super) struct FixedKernel {
     /// Converts a block of the row, whose elements are finite, in place, and returns its scale. The CPU must support the level.
     pub(super) convert: unsafe fn(&mut [f32; K_BLOCK]) -> f32,
-    /// Multiplies a converted row.
-    pub(super) multiply: Kernel,
+    /// Multiply converted tiles of one row, of two, and so on.
+    pub(super) multiply: &'static [Kernel],
 }
 
-/// The kernel for one row of fixed-point numbers and scales within blocks; `None` if the f32 kernel is the only one.
+/// The kernels for fixed-point rows and scales within blocks; `None` if there are only f32 kernels.
 pub(super) fn fixed_kernel(
     level: SimdLevel,
     format: WeightFormat,
     groups: Option<GroupLayout>,
 ) -> Option<FixedKernel> {
     match level {
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512 => groups.and_then(|groups| avx512::fixed_kernel(format, groups)),
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx2 => groups.and_then(|groups| avx2::fixed_kernel(format, groups)),
         _ => None,

@@ -51,10 +51,10 @@ pub(in crate::linalg::kernels) fn kernel(format: WeightFormat, layout: GroupLayo
 
 fn of_groups<F: Bytes>(layout: GroupLayout) -> FixedKernel {
     match layout.per_block {
-        1 if !F::ZEROS => FixedKernel { convert: convert::<F, 1>, multiply: row::<F, true> },
-        2 if !F::ZEROS => FixedKernel { convert: convert::<F, 2>, multiply: row::<F, true> },
+        1 if !F::ZEROS => FixedKernel { convert: convert::<F, 1>, multiply: const { &[row::<F, true>] } },
+        2 if !F::ZEROS => FixedKernel { convert: convert::<F, 2>, multiply: const { &[row::<F, true>] } },
         // With a start, one octet has too few free words.
-        _ => FixedKernel { convert: convert::<F, 0>, multiply: row::<F, false> },
+        _ => FixedKernel { convert: convert::<F, 0>, multiply: const { &[row::<F, false>] } },
     }
 }
 
