@@ -150,15 +150,16 @@ impl HostExperts {
         })
     }
 
-    /// The parts of an expert's bytes that one copy may read: their addresses, and their ranges in the expert. Each lies in one pinned piece.
+    /// The parts of `count` bytes from an expert's first one on that one copy may read: their addresses, and their ranges. Each lies in one
+    /// pinned piece.
     pub(super) fn pieces(
         &self,
-        layer: &HostLayer,
         expert: &HostExpert,
+        count: usize,
     ) -> impl Iterator<Item = (*const u8, Range<usize>)> {
         let bytes: &[u8] = (*self.memories[expert.memory].mapped).as_ref();
-        let (base, first, end) = (bytes.as_ptr(), expert.at, expert.at + layer.bytes);
-        assert!(end <= bytes.len(), "an expert lies in the memory of its rank");
+        let (base, first, end) = (bytes.as_ptr(), expert.at, expert.at + count);
+        assert!(end <= bytes.len(), "experts lie in the memory of their rank");
         split(first..end)
             .map(move |part| (base.wrapping_add(part.start), part.start - first..part.end - first))
     }

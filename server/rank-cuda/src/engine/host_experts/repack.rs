@@ -15,7 +15,7 @@ use crate::engine::fault::CudaFault;
 use crate::engine::layers::Layer;
 use crate::experts::{CudaExperts, DeviceFormat, WeightSpace, padded, rewriting};
 
-/// Distance of experts in staging is a multiple of it.
+/// Experts that are no neighbours in host memory begin at multiples of it in staging.
 const ALIGNMENT: usize = 256;
 
 /// Device memory for experts as CPU ranks have them.
@@ -23,6 +23,18 @@ const ALIGNMENT: usize = 256;
 pub(super) struct Staging {
     memory: Buffer<u8>,
     device: Device,
+}
+
+/// Distance of experts in staging: that of the first two in host memory if only padding lies between them.
+fn stride(of_host: &HostLayer) -> usize {
+    let padded = of_host.bytes.next_multiple_of(ALIGNMENT);
+    match &of_host.experts[..] {
+        [a, b, ..] if a.memory == b.memory => {
+            let distance = b.at.checked_sub(a.at);
+            distance.filter(|distance| (of_host.bytes..=padded).contains(distance)).unwrap_or(padded)
+        }
+        _ => padded,
+    }
 }
 
 impl Staging {
@@ -106,7 +118,7 @@ impl HostCopy {
             format: layer.format,
             hidden,
             width,
-            stride: of_host.bytes.next_multiple_of(ALIGNMENT),
+            stride: stride(&of_host),
             of_host,
             rewriting,
             biases,
@@ -141,6 +153,12 @@ impl HostCopy {
         places
     }
 
+    /// Whether an expert follows another one in host memory as it does in staging.
+    fn are_neighbours(&self, a: usize, b: usize) -> bool {
+        let (a, b) = (&self.experts()[a], &self.experts()[b]);
+        a.memory == b.memory && a.at + self.stride == b.at
+    }
+
     /// Whether copy engines can read them.
     pub(super) fn is_pinned(&self, host: &HostExperts) -> bool {
         host.is_pinned(&self.of_host)
@@ -162,8 +180,11 @@ impl HostCopy {
         staging: &Staging,
         on: &Stream,
     ) -> Result<(), CudaFault> {
-        for (place, &expert) in experts.iter().enumerate() {
-            for (from, range) in host.pieces(&self.of_host, &self.experts()[expert]) {
+        let mut place = 0;
+        // Neighbours are one copy: between two of them the link is idle.
+        for run in experts.chunk_by(|&a, &b| self.are_neighbours(a, b)) {
+            let bytes = (run.len() - 1) * self.stride + self.bytes();
+            for (from, range) in host.pieces(&self.experts()[run[0]], bytes) {
                 let to = place * self.stride + range.start;
                 assert!(to + range.len() <= staging.memory.len(), "the experts fit staging");
                 // SAFETY: within staging (asserted), which nothing else uses, and within a pinned piece of sealed memory (the caller's
@@ -172,6 +193,7 @@ impl HostCopy {
                     event::copy_to_device(on, staging.memory.address() + to as u64, from, range.len())?;
                 }
             }
+            place += run.len();
         }
         Ok(())
     }

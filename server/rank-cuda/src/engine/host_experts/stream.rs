@@ -29,6 +29,8 @@ use crate::experts::{CudaExperts, HostBuffer, Panels, WeightSpace};
 const CHUNK_BYTES: usize = 32 << 20;
 /// Largest number of experts of a chunk.
 const MOST_EXPERTS: usize = 64;
+/// A step ends with chunks of this part of the others, because it waits for what follows the last copy.
+const LAST: usize = 4;
 /// Staging buffers.
 const BUFFERS: usize = 2;
 
@@ -258,8 +260,14 @@ impl Streaming {
             return Ok(());
         };
         let mut first = step.held + step.slots;
-        for (index, experts) in step.copied.chunks(*chunk).enumerate() {
-            let StagingBuffer { staging, full, free } = &self.buffers[index % BUFFERS];
+        let mut left = &step.copied[..];
+        for buffer in self.buffers.iter().cycle() {
+            let Some((experts, rest)) = left.split_at_checked(next_chunk(left.len(), *chunk)) else { break };
+            left = rest;
+            if experts.is_empty() {
+                break;
+            }
+            let StagingBuffer { staging, full, free } = buffer;
             // The chunk that used this buffer before is rewritten.
             free.wait_event(&self.copies)?;
             // SAFETY: nothing else uses the buffer between `free` and `full`, and the layer is pinned until this engine has drained its
@@ -287,5 +295,31 @@ impl Streaming {
     /// Waits until no copy runs any more.
     pub(super) fn drain(&self) {
         let _ = self.copies.synchronize();
+    }
+}
+
+/// Number of experts of the next chunk if `left` are left and a chunk has `most` at most.
+fn next_chunk(left: usize, most: usize) -> usize {
+    if left >= 2 * most { most } else { left.div_ceil(2).max(most / LAST).min(left) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::next_chunk;
+
+    #[test]
+    fn the_last_chunks_are_small() {
+        let sizes = |mut left: usize, most| {
+            let mut sizes = Vec::new();
+            while left > 0 {
+                sizes.push(next_chunk(left, most));
+                left -= sizes[sizes.len() - 1];
+            }
+            sizes
+        };
+        assert_eq!(sizes(64, 13), [13, 13, 13, 13, 6, 3, 3]);
+        assert_eq!(sizes(26, 13), [13, 7, 3, 3]);
+        assert_eq!(sizes(10, 4), [4, 3, 2, 1]);
+        assert_eq!([sizes(0, 13), sizes(1, 13), sizes(2, 1)], [vec![], vec![1], vec![1, 1]]);
     }
 }
