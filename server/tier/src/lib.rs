@@ -31,7 +31,10 @@ mod worker;
 
 pub use layout::{MAX_WORKERS, SlotPlaces, TierLayout, TierShape, WireError};
 pub use source::{Outgoing, SourceWire};
-pub use streaming::{StreamedExperts, counts_for_slots, least_divided, stream_rows_of, streamed_share};
+pub use streaming::{
+    Last, ShareBalance, StreamedExperts, counts_for_slots, least_divided, stream_rows_of, streamed_share,
+    touched_share,
+};
 pub use worker::{Arrival, Incoming, WorkerWire};
 
 use std::time::{Duration, Instant};

@@ -1,11 +1,11 @@
 //! Which experts of CPU ranks come to the source for a step, by its number of rows, which is all that the host knows of it.
 
-/// From this part of `stream_rows` on some experts come.
-const FIRST: usize = 16;
 /// With this part of `stream_rows`, copies of all experts take as long as the products of CPU ranks.
 const EVEN: usize = 4;
-/// Steps of fewer rows leave many experts out, whose copies would be in vain.
-const LEAST_ROWS: usize = 16;
+/// Steps of fewer rows leave most experts out, whose copies would be in vain.
+const LEAST_ROWS: usize = 8;
+/// The time in which CPU ranks read all experts, of the time of their copies: host memory is about twice as fast as PCIe.
+const READ: f64 = 0.5;
 
 /// The `stream_rows` of steps for which copies of all experts take as long as the products of CPU ranks with `even` rows.
 #[must_use]
@@ -17,7 +17,7 @@ pub const fn stream_rows_of(even: usize) -> usize {
 /// rows on.
 #[must_use]
 pub fn least_divided(stream_rows: usize) -> usize {
-    stream_rows.min((stream_rows / FIRST).max(LEAST_ROWS))
+    stream_rows.min(LEAST_ROWS)
 }
 
 /// Whether the rows of a step say which experts slots should hold: not if experts come for it and copies of all would take no longer than
@@ -27,20 +27,91 @@ pub fn counts_for_slots(rows: usize, stream_rows: usize) -> bool {
     rows < (stream_rows / EVEN).max(least_divided(stream_rows))
 }
 
-/// The share of the experts of CPU ranks that come to the source for a step of `rows` rows: all from `stream_rows` rows on, before that as
-/// many as can be copied while CPU ranks compute the others. `usize::MAX`: none ever come.
-///
-/// Copies of all experts take a time that does not depend on `rows`; that of CPU ranks is taken to grow with them, although few rows take as
-/// long as their experts are read. Both are equal with a quarter of `stream_rows`, so copies and CPU ranks end together for the share
-/// rows / (rows + `stream_rows` / 4). Beyond `stream_rows` the rest would cost more time for its rows and sums than it saves.
+/// The part of a layer's experts that `rows` rows choose, if each chooses `top_k` of `experts` evenly.
 #[must_use]
-pub fn streamed_share(rows: usize, stream_rows: usize) -> f64 {
+pub fn touched_share(rows: usize, top_k: usize, experts: usize) -> f64 {
+    1.0 - (1.0 - top_k as f64 / experts.max(1) as f64).max(0.0).powf(rows as f64)
+}
+
+/// The share of the experts of CPU ranks that come to the source for a step of `rows` rows, which choose the part `touched` of them: all
+/// from `stream_rows` rows on, before that as many as can be copied while CPU ranks compute the others. `usize::MAX`: none ever come.
+///
+/// Copies of all experts take a time that does not depend on the rows. That of CPU ranks is taken to grow with them, to be equal with a
+/// quarter of `stream_rows`, and not to fall below what reading the experts takes that are chosen. With c times the time of the copies for
+/// CPU ranks, both end together for the share c / (1 + c). Beyond `stream_rows` the rest would cost more time for its rows and sums than it
+/// saves.
+#[must_use]
+pub fn streamed_share(rows: usize, stream_rows: usize, touched: f64) -> f64 {
+    share_of(rows, stream_rows, odds(rows, stream_rows, touched))
+}
+
+/// The expected time of CPU ranks for all experts, of that of their copies.
+fn odds(rows: usize, stream_rows: usize, touched: f64) -> f64 {
+    (rows as f64 / (stream_rows / EVEN).max(1) as f64).max(READ * touched)
+}
+
+fn share_of(rows: usize, stream_rows: usize, odds: f64) -> f64 {
     match stream_rows {
         usize::MAX => 0.0,
         all if rows >= all => 1.0,
         all if rows < least_divided(all) => 0.0,
-        all => rows as f64 / (rows as f64 + (all / EVEN) as f64),
+        _ => odds / (1.0 + odds),
     }
+}
+
+/// What of a divided step ended last: the copies of experts and the source's products with them, or the CPU ranks with the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Last {
+    /// Copies.
+    Copies,
+    /// CPU ranks.
+    CpuRanks,
+}
+
+/// Finds the share of experts with which copies and CPU ranks end together, whatever the rates of the machine, the format and the routing.
+///
+/// Steps of a number of rows between two powers of two start with [`streamed_share`]. After each one the odds of its successors rise or fall
+/// by [`STEP`](Self::STEP), so that the share stays near the one at which the order changes; one step that was slow by chance moves it
+/// little.
+#[derive(Clone, Debug)]
+pub struct ShareBalance {
+    stream_rows: usize,
+    /// What the expected odds are multiplied with, for each power of two of rows.
+    factors: [f64; usize::BITS as usize],
+}
+
+impl ShareBalance {
+    /// Change of the odds after a step.
+    pub const STEP: f64 = 1.05;
+    /// Largest factor between odds and those that are expected.
+    const MOST: f64 = 8.0;
+
+    /// For steps for which all experts come from `stream_rows` rows on.
+    #[must_use]
+    pub const fn new(stream_rows: usize) -> Self {
+        ShareBalance { stream_rows, factors: [1.0; usize::BITS as usize] }
+    }
+
+    /// The share of experts that come for a step of `rows` rows, which choose the part `touched` of them.
+    #[must_use]
+    pub fn share(&self, rows: usize, touched: f64) -> f64 {
+        let odds = odds(rows, self.stream_rows, touched) * self.factors[bucket(rows)];
+        share_of(rows, self.stream_rows, odds)
+    }
+
+    /// A divided step of `rows` rows has ended.
+    pub fn ended(&mut self, rows: usize, last: Last) {
+        let change = match last {
+            Last::CpuRanks => Self::STEP,
+            Last::Copies => 1.0 / Self::STEP,
+        };
+        let factor = &mut self.factors[bucket(rows)];
+        *factor = (*factor * change).clamp(1.0 / Self::MOST, Self::MOST);
+    }
+}
+
+fn bucket(rows: usize) -> usize {
+    rows.max(1).ilog2() as usize
 }
 
 /// Of experts in the order of CPU ranks, those that come to the source: as many of each part of the order, so that no CPU rank is left with
@@ -52,10 +123,10 @@ pub struct StreamedExperts {
 }
 
 impl StreamedExperts {
-    /// For a step of `rows` rows, of `of` experts.
+    /// The share `share` of `of` experts, rounded down.
     #[must_use]
-    pub fn new(rows: usize, stream_rows: usize, of: usize) -> Self {
-        StreamedExperts { count: (streamed_share(rows, stream_rows) * of as f64) as usize, of }
+    pub fn new(share: f64, of: usize) -> Self {
+        StreamedExperts { count: ((share * of as f64) as usize).min(of), of }
     }
 
     /// Whether none come.
@@ -73,37 +144,85 @@ impl StreamedExperts {
 
 #[cfg(test)]
 mod tests {
+    use rand::RngExt;
+
     use super::*;
 
     #[test]
     fn copies_and_cpu_ranks_end_together() {
-        // Times of all experts: 1 for copies, rows / 70 for CPU ranks.
+        // Times of all experts: 1 for copies, rows / 70 for CPU ranks, but at least half of what is chosen.
         assert_eq!([70, usize::MAX].map(stream_rows_of), [280, usize::MAX]);
-        for rows in 17..280 {
-            let share = streamed_share(rows, 280);
-            let (copies, products) = (share, (1.0 - share) * rows as f64 / 70.0);
-            assert!((copies - products).abs() < 1e-9, "{rows} rows: {copies} and {products}");
+        for rows in 8..280 {
+            let touched = touched_share(rows, 8, 128);
+            let share = streamed_share(rows, 280, touched);
+            let (copies, cpus) = (share, (1.0 - share) * (rows as f64 / 70.0).max(touched / 2.0));
+            assert!((copies - cpus).abs() < 1e-9, "{rows} rows: {copies} and {cpus}");
         }
-        assert_eq!([16, 280, 281, 4000].map(|rows| streamed_share(rows, 280)), [0.0, 1.0, 1.0, 1.0]);
-        assert_eq!(
-            [1, 5, 6].map(|rows| streamed_share(rows, 6)),
-            [0.0, 0.0, 1.0],
-            "few rows are not divided"
-        );
-        assert_eq!([1, 200, 280, 4000].map(least_divided), [1, 16, 17, 250]);
+        assert_eq!([7, 280, 281, 4000].map(|rows| streamed_share(rows, 280, 1.0)), [0.0, 1.0, 1.0, 1.0]);
+        let of_few = [1, 5, 6].map(|rows| streamed_share(rows, 6, 1.0));
+        assert_eq!(of_few, [0.0, 0.0, 1.0], "few rows are not divided");
+        assert_eq!([1, 200, 4000].map(least_divided), [1, 8, 8]);
         assert_eq!([69, 70].map(|rows| counts_for_slots(rows, 280)), [true, false]);
         assert_eq!([5, 6].map(|rows| counts_for_slots(rows, 6)), [true, false]);
         assert!(counts_for_slots(1 << 20, usize::MAX), "no experts come");
-        assert_eq!([64, usize::MAX - 1].map(|rows| streamed_share(rows, usize::MAX)), [0.0, 0.0]);
+        assert_eq!([64, usize::MAX - 1].map(|rows| streamed_share(rows, usize::MAX, 1.0)), [0.0, 0.0]);
+    }
+
+    #[test]
+    fn the_chosen_experts_are_counted() {
+        assert_eq!([touched_share(0, 8, 128), touched_share(1, 8, 128)], [0.0, 0.0625]);
+        assert!((touched_share(8, 8, 128) - 0.4033).abs() < 1e-4);
+        assert_eq!([touched_share(3, 4, 4), touched_share(2, 9, 4), touched_share(5, 1, 0)], [1.0; 3]);
+    }
+
+    /// Machines on which copies or CPU ranks take up to four times as long as expected, with noise.
+    #[test]
+    fn the_share_moves_to_where_both_end_together() {
+        let mut rng = expertd_test_seed::rng();
+        for _ in 0..200 {
+            let stream_rows = rng.random_range(100..2000);
+            let mut balance = ShareBalance::new(stream_rows);
+            let rows = rng.random_range(8..100);
+            let touched = touched_share(rows, 8, 128);
+            let real = odds(rows, stream_rows, touched) * 4.0_f64.powf(rng.random_range(-1.0..1.0));
+            let before = balance.share(4096, 1.0);
+            let mut longest = Vec::new();
+            for step in 0..150 {
+                let share = balance.share(rows, touched);
+                let (copies, cpus) = (share, (1.0 - share) * real);
+                let noise = rng.random_range(0.9..1.1);
+                balance.ended(rows, if copies > cpus * noise { Last::Copies } else { Last::CpuRanks });
+                if step >= 50 {
+                    longest.push(copies.max(cpus));
+                }
+            }
+            let mean = longest.iter().sum::<f64>() / longest.len() as f64;
+            let best = real / (1.0 + real);
+            assert!(mean < 1.1 * best, "{rows} rows of {stream_rows}, odds {real}: {mean}, not {best}");
+            assert_eq!(balance.share(4096, 1.0), before, "other steps are not moved");
+        }
+    }
+
+    #[test]
+    fn the_share_has_limits() {
+        for last in [Last::Copies, Last::CpuRanks] {
+            let mut balance = ShareBalance::new(400);
+            (0..1000).for_each(|_| balance.ended(50, last));
+            let (share, expected) =
+                (balance.share(50, 1.0), if last == Last::Copies { 1.0 / 17.0 } else { 0.8 });
+            assert!((share - expected).abs() < 1e-9, "{last:?}: {share}");
+            assert_eq!([7, 400].map(|rows| balance.share(rows, 1.0)), [0.0, 1.0], "bounds stay");
+        }
+        assert_eq!(ShareBalance::new(usize::MAX).share(64, 1.0), 0.0);
     }
 
     #[test]
     fn every_part_of_the_order_gives_its_share() {
         for of in [1, 2, 7, 64, 96] {
-            for rows in [1, 17, 64, 200, 279, 280] {
-                let streamed = StreamedExperts::new(rows, 280, of);
+            for share in [0.0, 0.2, 0.5, 0.77, 1.0] {
+                let streamed = StreamedExperts::new(share, of);
                 let total = (0..of).filter(|&place| streamed.has(place)).count();
-                assert_eq!(total, (streamed_share(rows, 280) * of as f64) as usize);
+                assert_eq!(total, (share * of as f64) as usize);
                 assert_eq!(streamed.is_empty(), total == 0);
                 let half = (0..of / 2).filter(|&place| streamed.has(place)).count();
                 assert!(half.abs_diff(total - half) <= 2, "{half} of {total} in the first half of {of}");

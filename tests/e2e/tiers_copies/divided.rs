@@ -9,24 +9,27 @@ use crate::tiers::POISONED_WIRE;
 
 /// Middling steps are divided: some experts of CPU ranks come to the source, the others stay.
 async fn middling_steps_are_divided(device: &str, environment: &[(&str, &str)]) {
-    let (all_from, divided_from) = (160, 16);
+    let (all_from, divided_from) = (160, 8);
     let mut pair = Pair::start(device, &["--stream-rows", &all_from.to_string()], environment).await;
     for layer in 0..2 {
         pair.call_until(layer, 64, |[of_source, _]| of_source > 0).await;
     }
+    let mut divided = 0;
     for step in 0..60 {
         let tokens = pair.rng.random_range(1..200);
         let (_, [of_source, of_others]) = pair.counted_call(step % 2, tokens, &all()).await;
         let what = format!("{tokens} rows: {of_source} at the source, {of_others} elsewhere");
         assert_eq!(of_others == 0, tokens >= all_from, "{what}");
         assert!(of_source == 0 || tokens >= divided_from, "{what}");
-        // With so many rows each expert that comes has some.
+        divided += usize::from(of_source > 0 && of_others > 0);
+        // With so many rows each expert that comes has some. A GPU's share moves to where copies and CPU ranks end together.
         let share = tokens as f64 / (tokens as f64 + all_from as f64 / 4.0);
         let expected = share * (of_source + of_others) as f64;
-        if (40..all_from).contains(&tokens) {
+        if device == "cpu,cpu" && (40..all_from).contains(&tokens) {
             assert!((0.6..1.3).contains(&(of_source as f64 / expected)), "{what}, expected {expected}");
         }
     }
+    assert!(divided > 5, "{divided} steps were divided");
 }
 
 #[tokio::test(flavor = "multi_thread")]

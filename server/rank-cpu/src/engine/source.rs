@@ -16,7 +16,7 @@ use expertd_rank::{
     ClientMemory, Failure, HostMemories, PhaseClock, StepEngine, StepFault, StepReport, setup_failure,
 };
 use expertd_shm::ThreadTeam;
-use expertd_tier::{SourceWire, StreamedExperts, TierShape, counts_for_slots};
+use expertd_tier::{SourceWire, StreamedExperts, TierShape, counts_for_slots, streamed_share, touched_share};
 use expertd_types::{ExpertId, ExpertOwners, MemoryId, Phase, Rank, Sequence, Slot};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -151,7 +151,9 @@ impl StepEngine for SourceEngine {
         } else if let Some(whole) = self.whole_layers[index].as_ref().filter(|_| is_split) {
             let elsewhere = self.on_cpus[index].iter().filter(|id| !experts.has(**id));
             let elsewhere: Vec<ExpertId> = elsewhere.copied().collect();
-            let streamed = StreamedExperts::new(tokens, self.stream_rows, elsewhere.len());
+            let touched = touched_share(tokens, k, whole.local.len());
+            let share = streamed_share(tokens, self.stream_rows, touched);
+            let streamed = StreamedExperts::new(share, elsewhere.len());
             let streamed = elsewhere.iter().enumerate().filter(|(place, _)| streamed.has(*place));
             streamed.for_each(|(_, id)| experts.add(*id, whole.expert(*id)));
         }

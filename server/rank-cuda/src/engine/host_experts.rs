@@ -134,6 +134,14 @@ impl CopiedExperts {
         Ok((step.is_whole, streaming.bytes(step), version))
     }
 
+    /// The sums of CPU ranks for the step of a slot have come, so that its second half follows.
+    pub(super) fn sums_came(&mut self, slot: usize) -> Result<(), CudaFault> {
+        if let Some((streaming, step)) = self.streaming.as_mut().zip(self.steps[slot].as_ref()) {
+            streaming.sums_came(step)?;
+        }
+        Ok(())
+    }
+
     /// Enqueues the copies of a step; see [`Streaming::enqueue`].
     ///
     /// # Safety

@@ -162,13 +162,15 @@ impl Tier {
 impl CudaEngine {
     /// Launches the second halves of steps whose sums have come, oldest first.
     pub(super) fn launch_rests(&mut self) -> Result<(), CudaFault> {
-        let Some(tier) = &self.tier else { return Ok(()) };
         let mut launched = 0;
         for (place, running) in self.running.iter().enumerate() {
-            let Some(rest) = &running.rest else { continue };
+            let Some((rest, tier)) = running.rest.as_ref().zip(self.tier.as_mut()) else { continue };
             let waited = if place == 0 { self.watch.waited() } else { Duration::ZERO };
             if !tier.is_ready(rest, waited)? {
                 break;
+            }
+            if let Some(copied) = &mut tier.copied {
+                copied.sums_came(rest.step.slot as usize)?;
             }
             self.launch_rest(rest)?;
             launched += 1;

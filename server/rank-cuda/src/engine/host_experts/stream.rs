@@ -16,7 +16,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
-use expertd_tier::{StreamedExperts, counts_for_slots};
+use expertd_tier::{Last, ShareBalance, StreamedExperts, counts_for_slots, touched_share};
 
 use super::memory::HostExperts;
 use super::repack::{HostCopies, HostCopy, Staging};
@@ -29,8 +29,9 @@ use crate::experts::{CudaExperts, HostBuffer, Panels, WeightSpace};
 const CHUNK_BYTES: usize = 32 << 20;
 /// Largest number of experts of a chunk.
 const MOST_EXPERTS: usize = 64;
-/// A step ends with chunks of this part of the others, because it waits for what follows the last copy.
-const LAST: usize = 4;
+/// A step ends with smaller chunks, because it waits for what follows the last copy, down to about this part of the others: the products of
+/// one with fewer take as long.
+const LAST: usize = 3;
 /// Staging buffers.
 const BUFFERS: usize = 2;
 
@@ -50,10 +51,13 @@ struct StreamedLayer {
     panels: CudaExperts,
 }
 
-/// The tables of a step, `[MAX_EXPERTS]` each: indices of experts, and back.
-struct StepTables {
+/// What a slot of steps needs.
+struct StepSlot {
+    /// Tables, `[MAX_EXPERTS]` each: indices of experts, and back.
     host: HostBuffer,
     device: Buffer<u32>,
+    /// The products with the last copied experts.
+    computed: Event,
 }
 
 /// What steps need for which experts come to this GPU.
@@ -67,9 +71,10 @@ pub(in crate::engine) struct Streaming {
     /// `[layers]`.
     weights: Buffer<LayerWeights>,
     /// `[slots of steps]`.
-    tables: Vec<StepTables>,
+    slots: Vec<StepSlot>,
     /// Least number of rows of a step for which all experts come.
     rows: usize,
+    balance: ShareBalance,
     poison: bool,
 }
 
@@ -77,6 +82,9 @@ pub(in crate::engine) struct Streaming {
 #[derive(Clone, Debug)]
 pub(in crate::engine) struct StreamedStep {
     layer: usize,
+    /// Slot of steps.
+    slot: usize,
+    rows: usize,
     /// Whether CPU ranks compute none of its rows.
     pub(in crate::engine) is_whole: bool,
     /// Whether its rows say which experts slots should hold.
@@ -151,20 +159,22 @@ impl Streaming {
                 free: Event::new(device)?,
             })
         };
-        let tables = || {
-            Ok::<_, DeviceError>(StepTables {
+        let slot = || {
+            Ok::<_, DeviceError>(StepSlot {
                 host: HostBuffer::new(device, 2 * MAX_EXPERTS * size_of::<u32>())?,
                 device: Buffer::zeroed(device, 2 * MAX_EXPERTS)?,
+                computed: Event::new(device)?,
             })
         };
         Ok(Some(Streaming {
             copies: device.stream()?,
             buffers: (0..BUFFERS).map(|_| buffer()).collect::<Result<_, _>>()?,
             weights: Buffer::from_slice(device, &weights)?,
-            tables: (0..slots).map(|_| tables()).collect::<Result<_, _>>()?,
+            slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
             _panels: panels,
             layers,
             rows,
+            balance: ShareBalance::new(rows),
             poison,
         }))
     }
@@ -184,6 +194,11 @@ impl Streaming {
         on: &Stream,
     ) -> Result<Option<StreamedStep>, CudaFault> {
         let Some(streamed) = self.layers[layer.index].as_ref() else { return Ok(None) };
+        let touched = touched_share(rows, layer.spec.gate.top_k, layer.spec.experts.count);
+        let share = self.balance.share(rows, touched);
+        if share == 0.0 {
+            return Ok(None);
+        }
         let held = layer.mine.len();
         // With too many slots, their experts are copied once more.
         let slots = slots
@@ -191,11 +206,12 @@ impl Streaming {
         let of_slots = slots.map_or(0, |slots| slots.count() as usize);
         let slot_of = |expert: u32| slots.and_then(|slots| slots.slot_of(layer.index, expert));
         let elsewhere = streamed.copy.experts().iter().filter(|expert| slot_of(expert.expert).is_none());
-        let chosen = StreamedExperts::new(rows, self.rows, elsewhere.count());
+        let chosen = StreamedExperts::new(share, elsewhere.count());
         if chosen.is_empty() && rows < self.rows {
+            self.balance.ended(rows, Last::CpuRanks);
             return Ok(None);
         }
-        let tables = &mut self.tables[slot_of_steps];
+        let tables = &mut self.slots[slot_of_steps];
         // SAFETY: the step that used the slot before has completed, and so has the copy of its tables.
         let both: &mut [u32] = unsafe { tables.host.as_mut_slice(2 * MAX_EXPERTS) };
         let (resident, local_ids) = both.split_at_mut(MAX_EXPERTS);
@@ -229,6 +245,8 @@ impl Streaming {
         };
         Ok(Some(StreamedStep {
             layer: layer.index,
+            slot: slot_of_steps,
+            rows,
             is_whole: copied.len() == place,
             counts_for_slots: counts_for_slots(rows, self.rows),
             held: held as u32,
@@ -289,6 +307,17 @@ impl Streaming {
             compute(Chunk { first, count, weights: self.weights.address() })?;
             first += count;
         }
+        self.slots[step.slot].computed.record(on)?;
+        Ok(())
+    }
+
+    /// The sums of CPU ranks for a step have come.
+    pub(super) fn sums_came(&mut self, step: &StreamedStep) -> Result<(), DeviceError> {
+        let last = match self.slots[step.slot].computed.has_passed()? {
+            true => Last::CpuRanks,
+            false => Last::Copies,
+        };
+        self.balance.ended(step.rows, last);
         Ok(())
     }
 
@@ -300,7 +329,13 @@ impl Streaming {
 
 /// Number of experts of the next chunk if `left` are left and a chunk has `most` at most.
 fn next_chunk(left: usize, most: usize) -> usize {
-    if left >= 2 * most { most } else { left.div_ceil(2).max(most / LAST).min(left) }
+    if left >= 2 * most {
+        most
+    } else if 2 * LAST * left > 3 * most {
+        left.div_ceil(2)
+    } else {
+        left
+    }
 }
 
 #[cfg(test)]
@@ -317,8 +352,8 @@ mod tests {
             }
             sizes
         };
-        assert_eq!(sizes(64, 13), [13, 13, 13, 13, 6, 3, 3]);
-        assert_eq!(sizes(26, 13), [13, 7, 3, 3]);
+        assert_eq!(sizes(64, 13), [13, 13, 13, 13, 6, 6]);
+        assert_eq!(sizes(32, 13), [13, 10, 5, 4]);
         assert_eq!(sizes(10, 4), [4, 3, 2, 1]);
         assert_eq!([sizes(0, 13), sizes(1, 13), sizes(2, 1)], [vec![], vec![1], vec![1, 1]]);
     }
