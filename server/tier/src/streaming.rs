@@ -108,6 +108,15 @@ impl ShareBalance {
         let factor = &mut self.factors[bucket(rows)];
         *factor = (*factor * change).clamp(1.0 / Self::MOST, Self::MOST);
     }
+
+    /// A step of `rows` rows was not divided, because too few experts would have come. A share that had fallen so far rises again to what is
+    /// expected, for CPU ranks may have less time now.
+    pub fn skipped(&mut self, rows: usize) {
+        let factor = &mut self.factors[bucket(rows)];
+        if *factor < 1.0 {
+            *factor = (*factor * Self::STEP).min(1.0);
+        }
+    }
 }
 
 fn bucket(rows: usize) -> usize {
@@ -129,10 +138,10 @@ impl StreamedExperts {
         StreamedExperts { count: ((share * of as f64) as usize).min(of), of }
     }
 
-    /// Whether none come.
+    /// How many come.
     #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.count == 0
+    pub const fn count(self) -> usize {
+        self.count
     }
 
     /// Whether the one at this place comes.
@@ -217,13 +226,26 @@ mod tests {
     }
 
     #[test]
+    fn a_share_that_is_too_small_returns_to_what_is_expected() {
+        let fresh = ShareBalance::new(400);
+        let mut balance = fresh.clone();
+        (0..20).for_each(|_| balance.ended(50, Last::Copies));
+        assert!(balance.share(50, 1.0) < 0.8 * fresh.share(50, 1.0));
+        (0..30).for_each(|_| balance.skipped(50));
+        assert_eq!(balance.share(50, 1.0), fresh.share(50, 1.0));
+        balance.ended(50, Last::CpuRanks);
+        let above = balance.share(50, 1.0);
+        balance.skipped(50);
+        assert_eq!(balance.share(50, 1.0), above);
+    }
+
+    #[test]
     fn every_part_of_the_order_gives_its_share() {
         for of in [1, 2, 7, 64, 96] {
             for share in [0.0, 0.2, 0.5, 0.77, 1.0] {
                 let streamed = StreamedExperts::new(share, of);
                 let total = (0..of).filter(|&place| streamed.has(place)).count();
-                assert_eq!(total, (share * of as f64) as usize);
-                assert_eq!(streamed.is_empty(), total == 0);
+                assert_eq!([streamed.count(), total], [(share * of as f64) as usize; 2]);
                 let half = (0..of / 2).filter(|&place| streamed.has(place)).count();
                 assert!(half.abs_diff(total - half) <= 2, "{half} of {total} in the first half of {of}");
                 assert!(!streamed.has(of));

@@ -32,6 +32,10 @@ const MOST_EXPERTS: usize = 64;
 /// A step ends with smaller chunks, because it waits for what follows the last copy, down to about this part of the others: the products of
 /// one with fewer take as long.
 const LAST: usize = 3;
+/// A step of fewer rows is divided only for copies of [`LEAST_BYTES`]: its launches outside of a graph, and what copies take of the rate of
+/// host memory, cost more than fewer copies save.
+const FEW_ROWS: usize = 16;
+const LEAST_BYTES: usize = 16 << 20;
 /// Staging buffers.
 const BUFFERS: usize = 2;
 
@@ -207,8 +211,9 @@ impl Streaming {
         let slot_of = |expert: u32| slots.and_then(|slots| slots.slot_of(layer.index, expert));
         let elsewhere = streamed.copy.experts().iter().filter(|expert| slot_of(expert.expert).is_none());
         let chosen = StreamedExperts::new(share, elsewhere.count());
-        if chosen.is_empty() && rows < self.rows {
-            self.balance.ended(rows, Last::CpuRanks);
+        let least = if rows < FEW_ROWS { LEAST_BYTES } else { 1 };
+        if rows < self.rows && chosen.count() * streamed.copy.bytes() < least {
+            self.balance.skipped(rows);
             return Ok(None);
         }
         let tables = &mut self.slots[slot_of_steps];
