@@ -162,7 +162,11 @@ impl Layer {
             usize::MAX => 0.0,
             all if rows >= all => 1.0,
             all if rows < expertd_tier::least_divided(all) => 0.0,
-            _ => all_by_cpus / (all_by_cpus + all_copied),
+            _ => {
+                let share = all_by_cpus / (all_by_cpus + all_copied);
+                let come = (experts * missing * share) as usize;
+                if expertd_tier::pays(rows, come, self.host_bytes as usize) { share } else { 0.0 }
+            }
         };
         let by_cpus = missing * (1.0 - streamed);
         let on_gpu = 1.0 - by_cpus;

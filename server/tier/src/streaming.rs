@@ -4,6 +4,10 @@
 const EVEN: usize = 4;
 /// Steps of fewer rows leave most experts out, whose copies would be in vain.
 const LEAST_ROWS: usize = 8;
+/// A step of fewer rows is divided only for copies of [`LEAST_BYTES`]: its launches outside of a graph, and what copies take of the rate of
+/// host memory, cost more than fewer copies save.
+const FEW_ROWS: usize = 16;
+const LEAST_BYTES: usize = 16 << 20;
 /// The time in which CPU ranks read all experts, of the time of their copies: host memory is about twice as fast as PCIe.
 const READ: f64 = 0.5;
 
@@ -59,6 +63,12 @@ fn share_of(rows: usize, stream_rows: usize, odds: f64) -> f64 {
     }
 }
 
+/// Whether it pays to divide a step of `rows` rows for copies of `experts` experts of `bytes` bytes.
+#[must_use]
+pub const fn pays(rows: usize, experts: usize, bytes: usize) -> bool {
+    experts > 0 && (rows >= FEW_ROWS || experts.saturating_mul(bytes) >= LEAST_BYTES)
+}
+
 /// What of a divided step ended last: the copies of experts and the source's products with them, or the CPU ranks with the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Last {
@@ -68,53 +78,70 @@ pub enum Last {
     CpuRanks,
 }
 
+impl Last {
+    /// What ends last if exactly one of the two has ended; one look cannot tell if both have.
+    #[must_use]
+    pub const fn of(have_cpu_ranks_ended: bool, have_copies_ended: bool) -> Option<Last> {
+        match (have_cpu_ranks_ended, have_copies_ended) {
+            (true, false) => Some(Last::Copies),
+            (false, true) => Some(Last::CpuRanks),
+            _ => None,
+        }
+    }
+}
+
 /// Finds the share of experts with which copies and CPU ranks end together, whatever the rates of the machine, the format and the routing.
 ///
-/// Steps of a number of rows between two powers of two start with [`streamed_share`]. After each one the odds of its successors rise or fall
-/// by [`STEP`](Self::STEP), so that the share stays near the one at which the order changes; one step that was slow by chance moves it
-/// little.
+/// Steps of a layer of a number of rows between two powers of two start with [`streamed_share`]. After each one the odds of its successors
+/// rise or fall by [`STEP`](Self::STEP), so that the share stays near the one at which the order changes; one step that was slow by chance
+/// moves it little.
 #[derive(Clone, Debug)]
 pub struct ShareBalance {
     stream_rows: usize,
-    /// What the expected odds are multiplied with, for each power of two of rows.
-    factors: [f64; usize::BITS as usize],
+    /// `[layers]`: what the expected odds are multiplied with, for each power of two of rows.
+    factors: Vec<[f64; BUCKETS]>,
 }
+
+/// Powers of two of rows.
+const BUCKETS: usize = usize::BITS as usize;
 
 impl ShareBalance {
     /// Change of the odds after a step.
     pub const STEP: f64 = 1.05;
     /// Largest factor between odds and those that are expected.
     const MOST: f64 = 8.0;
+    /// Skipped steps that raise the odds as much as one that ended.
+    const SKIPS: f64 = 64.0;
 
-    /// For steps for which all experts come from `stream_rows` rows on.
+    /// For steps of `layers` layers for which all experts come from `stream_rows` rows on.
     #[must_use]
-    pub const fn new(stream_rows: usize) -> Self {
-        ShareBalance { stream_rows, factors: [1.0; usize::BITS as usize] }
+    pub fn new(stream_rows: usize, layers: usize) -> Self {
+        ShareBalance { stream_rows, factors: vec![[1.0; BUCKETS]; layers] }
     }
 
     /// The share of experts that come for a step of `rows` rows, which choose the part `touched` of them.
     #[must_use]
-    pub fn share(&self, rows: usize, touched: f64) -> f64 {
-        let odds = odds(rows, self.stream_rows, touched) * self.factors[bucket(rows)];
+    pub fn share(&self, layer: usize, rows: usize, touched: f64) -> f64 {
+        let odds = odds(rows, self.stream_rows, touched) * self.factors[layer][bucket(rows)];
         share_of(rows, self.stream_rows, odds)
     }
 
     /// A divided step of `rows` rows has ended.
-    pub fn ended(&mut self, rows: usize, last: Last) {
+    pub fn ended(&mut self, layer: usize, rows: usize, last: Last) {
         let change = match last {
             Last::CpuRanks => Self::STEP,
             Last::Copies => 1.0 / Self::STEP,
         };
-        let factor = &mut self.factors[bucket(rows)];
+        let factor = &mut self.factors[layer][bucket(rows)];
         *factor = (*factor * change).clamp(1.0 / Self::MOST, Self::MOST);
     }
 
-    /// A step of `rows` rows was not divided, because too few experts would have come. A share that had fallen so far rises again to what is
-    /// expected, for CPU ranks may have less time now.
-    pub fn skipped(&mut self, rows: usize) {
-        let factor = &mut self.factors[bucket(rows)];
+    /// A step of `rows` rows was not divided, because too few experts would have come. A share that had fallen so far rises slowly to what is
+    /// expected, so that one of many steps tries whether CPU ranks have less time now.
+    pub fn skipped(&mut self, layer: usize, rows: usize) {
+        let factor = &mut self.factors[layer][bucket(rows)];
         if *factor < 1.0 {
-            *factor = (*factor * Self::STEP).min(1.0);
+            *factor = (*factor * Self::STEP.powf(1.0 / Self::SKIPS)).min(1.0);
         }
     }
 }
@@ -152,6 +179,7 @@ impl StreamedExperts {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use rand::RngExt;
 
@@ -184,59 +212,95 @@ mod tests {
         assert_eq!([touched_share(3, 4, 4), touched_share(2, 9, 4), touched_share(5, 1, 0)], [1.0; 3]);
     }
 
-    /// Machines on which copies or CPU ranks take up to four times as long as expected, with noise.
+    /// Machines on which copies or CPU ranks take up to four times as long as expected, with noise. Two layers differ.
     #[test]
     fn the_share_moves_to_where_both_end_together() {
         let mut rng = expertd_test_seed::rng();
         for _ in 0..200 {
             let stream_rows = rng.random_range(100..2000);
-            let mut balance = ShareBalance::new(stream_rows);
+            let mut balance = ShareBalance::new(stream_rows, 3);
             let rows = rng.random_range(8..100);
             let touched = touched_share(rows, 8, 128);
-            let real = odds(rows, stream_rows, touched) * 4.0_f64.powf(rng.random_range(-1.0..1.0));
-            let before = balance.share(4096, 1.0);
-            let mut longest = Vec::new();
+            let real =
+                [0, 1].map(|_| odds(rows, stream_rows, touched) * 4.0_f64.powf(rng.random_range(-1.0..1.0)));
+            let mut longest = [0.0; 2];
             for step in 0..150 {
-                let share = balance.share(rows, touched);
-                let (copies, cpus) = (share, (1.0 - share) * real);
-                let noise = rng.random_range(0.9..1.1);
-                balance.ended(rows, if copies > cpus * noise { Last::Copies } else { Last::CpuRanks });
-                if step >= 50 {
-                    longest.push(copies.max(cpus));
+                for (layer, (&real, longest)) in real.iter().zip(&mut longest).enumerate() {
+                    let share = balance.share(layer, rows, touched);
+                    let (copies, cpus) = (share, (1.0 - share) * real * rng.random_range(0.9..1.1));
+                    let last = Last::of(cpus < copies, copies < cpus).unwrap();
+                    balance.ended(layer, rows, last);
+                    if step >= 50 {
+                        *longest += copies.max(cpus) / 100.0;
+                    }
                 }
             }
-            let mean = longest.iter().sum::<f64>() / longest.len() as f64;
-            let best = real / (1.0 + real);
-            assert!(mean < 1.1 * best, "{rows} rows of {stream_rows}, odds {real}: {mean}, not {best}");
-            assert_eq!(balance.share(4096, 1.0), before, "other steps are not moved");
+            for (mean, real) in longest.into_iter().zip(real) {
+                let best = real / (1.0 + real);
+                assert!(mean < 1.1 * best, "{rows} rows of {stream_rows}, odds {real}: {mean}, not {best}");
+            }
+            let fresh = ShareBalance::new(stream_rows, 1);
+            assert_eq!(balance.share(2, rows, touched), fresh.share(0, rows, touched), "another layer moved");
+            assert_eq!(balance.share(0, 2048, 1.0), fresh.share(0, 2048, 1.0), "other rows moved");
         }
+    }
+
+    /// Copies always end last: few of many steps try again whether dividing pays, and steps with enough experts are not kept from it.
+    #[test]
+    fn steps_that_should_not_be_divided_rarely_are() {
+        let (experts, bytes, rows) = (32, 3 << 20, 12);
+        let mut balance = ShareBalance::new(400, 1);
+        let mut divided = 0;
+        for step in 0..2000 {
+            let come = StreamedExperts::new(balance.share(0, rows, 0.8), experts).count();
+            if pays(rows, come, bytes) {
+                balance.ended(0, rows, Last::Copies);
+                divided += usize::from(step >= 1000);
+            } else {
+                balance.skipped(0, rows);
+            }
+        }
+        assert!((1..50).contains(&divided), "{divided} of 1000");
+    }
+
+    #[test]
+    fn one_look_tells_what_ends_last_unless_it_is_late() {
+        let looks = [(false, false), (true, false), (false, true), (true, true)];
+        let found = looks.map(|(cpus, copies)| Last::of(cpus, copies));
+        assert_eq!(found, [None, Some(Last::Copies), Some(Last::CpuRanks), None]);
+    }
+
+    #[test]
+    fn few_rows_are_divided_for_enough_bytes() {
+        assert!(pays(16, 1, 1) && pays(8, 4, 4 << 20) && pays(15, 1, 100 << 20));
+        assert!(!pays(16, 0, 100 << 20) && !pays(15, 5, 3 << 20));
     }
 
     #[test]
     fn the_share_has_limits() {
         for last in [Last::Copies, Last::CpuRanks] {
-            let mut balance = ShareBalance::new(400);
-            (0..1000).for_each(|_| balance.ended(50, last));
+            let mut balance = ShareBalance::new(400, 1);
+            (0..1000).for_each(|_| balance.ended(0, 50, last));
             let (share, expected) =
-                (balance.share(50, 1.0), if last == Last::Copies { 1.0 / 17.0 } else { 0.8 });
+                (balance.share(0, 50, 1.0), if last == Last::Copies { 1.0 / 17.0 } else { 0.8 });
             assert!((share - expected).abs() < 1e-9, "{last:?}: {share}");
-            assert_eq!([7, 400].map(|rows| balance.share(rows, 1.0)), [0.0, 1.0], "bounds stay");
+            assert_eq!([7, 400].map(|rows| balance.share(0, rows, 1.0)), [0.0, 1.0], "bounds stay");
         }
-        assert_eq!(ShareBalance::new(usize::MAX).share(64, 1.0), 0.0);
+        assert_eq!(ShareBalance::new(usize::MAX, 1).share(0, 64, 1.0), 0.0);
     }
 
     #[test]
     fn a_share_that_is_too_small_returns_to_what_is_expected() {
-        let fresh = ShareBalance::new(400);
+        let fresh = ShareBalance::new(400, 1);
         let mut balance = fresh.clone();
-        (0..20).for_each(|_| balance.ended(50, Last::Copies));
-        assert!(balance.share(50, 1.0) < 0.8 * fresh.share(50, 1.0));
-        (0..30).for_each(|_| balance.skipped(50));
-        assert_eq!(balance.share(50, 1.0), fresh.share(50, 1.0));
-        balance.ended(50, Last::CpuRanks);
-        let above = balance.share(50, 1.0);
-        balance.skipped(50);
-        assert_eq!(balance.share(50, 1.0), above);
+        (0..20).for_each(|_| balance.ended(0, 50, Last::Copies));
+        assert!(balance.share(0, 50, 1.0) < 0.8 * fresh.share(0, 50, 1.0));
+        (0..20 * 65).for_each(|_| balance.skipped(0, 50));
+        assert_eq!(balance.share(0, 50, 1.0), fresh.share(0, 50, 1.0));
+        balance.ended(0, 50, Last::CpuRanks);
+        let above = balance.share(0, 50, 1.0);
+        balance.skipped(0, 50);
+        assert_eq!(balance.share(0, 50, 1.0), above);
     }
 
     #[test]

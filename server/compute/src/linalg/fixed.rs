@@ -16,7 +16,8 @@ pub(crate) struct PackedRows<'a> {
 }
 
 impl<'a> PackedRows<'a> {
-    /// Rows in `x`, operands of `matrix`. If it [takes](takes_fixed) as many in fixed point, [`fix_tile`] has written `scales`.
+    /// Rows in `x`, operands of `matrix`. If it [takes](takes_fixed) as many in fixed point, [`fix_tile`] has written `scales`, or they are
+    /// empty and the rows f32.
     pub(crate) fn new(matrix: &PackedMatrix, rows: usize, x: &'a [f32], scales: &'a [f32]) -> Self {
         let fixed = takes_fixed(matrix, rows) && scales.first().is_some_and(|scale| !scale.is_nan());
         PackedRows { rows, x, scales: if fixed { scales } else { &[] } }

@@ -124,7 +124,8 @@ impl CopiedExperts {
         let slot = step.slot as usize;
         self.steps[slot] = match &mut self.streaming {
             Some(streaming) if streaming.is_pinned(layer.index, &self.host) => {
-                streaming.begin(layer, (slot, step.tokens as usize), self.slots.as_ref(), on)?
+                let of_step = (slot, step.tokens as usize, step.top_k as usize);
+                streaming.begin(layer, of_step, self.slots.as_ref(), on)?
             }
             _ => None,
         };
@@ -134,10 +135,15 @@ impl CopiedExperts {
         Ok((step.is_whole, streaming.bytes(step), version))
     }
 
-    /// The sums of CPU ranks for the step of a slot have come, so that its second half follows.
-    pub(super) fn sums_came(&mut self, slot: usize) -> Result<(), CudaFault> {
-        if let Some((streaming, step)) = self.streaming.as_mut().zip(self.steps[slot].as_ref()) {
-            streaming.sums_came(step)?;
+    /// The products of this rank for a divided step are enqueued on `on`.
+    pub(super) fn computed(&self, step: &StreamedStep, on: &Stream) -> Result<(), CudaFault> {
+        self.streaming.as_ref().map_or(Ok(()), |streaming| Ok(streaming.computed(step, on)?))
+    }
+
+    /// Looks what of the step of a slot has ended, if it is divided; `have_sums_come`: whether CPU ranks have.
+    pub(super) fn look(&mut self, slot: usize, have_sums_come: bool) -> Result<(), CudaFault> {
+        if let Some((streaming, step)) = self.streaming.as_mut().zip(self.steps[slot].as_mut()) {
+            streaming.look(step, have_sums_come)?;
         }
         Ok(())
     }

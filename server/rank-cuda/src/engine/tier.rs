@@ -166,11 +166,12 @@ impl CudaEngine {
         for (place, running) in self.running.iter().enumerate() {
             let Some((rest, tier)) = running.rest.as_ref().zip(self.tier.as_mut()) else { continue };
             let waited = if place == 0 { self.watch.waited() } else { Duration::ZERO };
-            if !tier.is_ready(rest, waited)? {
-                break;
-            }
+            let is_ready = tier.is_ready(rest, waited)?;
             if let Some(copied) = &mut tier.copied {
-                copied.sums_came(rest.step.slot as usize)?;
+                copied.look(rest.step.slot as usize, is_ready)?;
+            }
+            if !is_ready {
+                break;
             }
             self.launch_rest(rest)?;
             launched += 1;

@@ -25,16 +25,21 @@ pub(super) struct Staging {
     device: Device,
 }
 
-/// Distance of experts in staging: that of the first two in host memory if only padding lies between them.
-fn stride(of_host: &HostLayer) -> usize {
-    let padded = of_host.bytes.next_multiple_of(ALIGNMENT);
-    match &of_host.experts[..] {
+/// Distance of experts of `bytes` bytes in staging: that of the first two in host memory if little lies between them.
+fn stride(experts: &[HostExpert], bytes: usize) -> usize {
+    let padded = bytes.next_multiple_of(ALIGNMENT);
+    match experts {
         [a, b, ..] if a.memory == b.memory => {
-            let distance = b.at.checked_sub(a.at);
-            distance.filter(|distance| (of_host.bytes..=padded).contains(distance)).unwrap_or(padded)
+            let distance = b.at.checked_sub(a.at).filter(|distance| (bytes..=padded).contains(distance));
+            distance.unwrap_or(padded)
         }
         _ => padded,
     }
+}
+
+/// Whether expert `b` lies behind `a` in host memory as it does in staging.
+fn is_next(a: &HostExpert, b: &HostExpert, stride: usize) -> bool {
+    a.memory == b.memory && a.at + stride == b.at
 }
 
 impl Staging {
@@ -118,7 +123,7 @@ impl HostCopy {
             format: layer.format,
             hidden,
             width,
-            stride: stride(&of_host),
+            stride: stride(&of_host.experts, of_host.bytes),
             of_host,
             rewriting,
             biases,
@@ -153,12 +158,6 @@ impl HostCopy {
         places
     }
 
-    /// Whether an expert follows another one in host memory as it does in staging.
-    fn are_neighbours(&self, a: usize, b: usize) -> bool {
-        let (a, b) = (&self.experts()[a], &self.experts()[b]);
-        a.memory == b.memory && a.at + self.stride == b.at
-    }
-
     /// Whether copy engines can read them.
     pub(super) fn is_pinned(&self, host: &HostExperts) -> bool {
         host.is_pinned(&self.of_host)
@@ -182,7 +181,8 @@ impl HostCopy {
     ) -> Result<(), CudaFault> {
         let mut place = 0;
         // Neighbours are one copy: between two of them the link is idle.
-        for run in experts.chunk_by(|&a, &b| self.are_neighbours(a, b)) {
+        let follows = |a: usize, b: usize| is_next(&self.experts()[a], &self.experts()[b], self.stride);
+        for run in experts.chunk_by(|&a, &b| follows(a, b)) {
             let bytes = (run.len() - 1) * self.stride + self.bytes();
             for (from, range) in host.pieces(&self.experts()[run[0]], bytes) {
                 let to = place * self.stride + range.start;
@@ -284,5 +284,35 @@ impl Staging {
     pub(super) unsafe fn poison(&self, on: &Stream) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe { event::fill(on, self.memory.address(), 0xff, self.memory.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn experts(places: &[(usize, usize)]) -> Vec<HostExpert> {
+        (0..).zip(places).map(|(expert, &(memory, at))| HostExpert { expert, memory, at }).collect()
+    }
+
+    #[test]
+    fn staging_has_the_distance_of_neighbours() {
+        let of = |places: &[_]| stride(&experts(places), 1000);
+        assert_eq!(of(&[(0, 64), (0, 1088), (0, 5000)]), 1024, "1000 bytes and padding");
+        let apart =
+            [&[(0, 64), (0, 1344)][..], &[(0, 64), (1, 1088)], &[(0, 1088), (0, 64)], &[(0, 64)], &[]];
+        assert_eq!(apart.map(of), [1024; 5], "something lies between them, or there is no second one");
+        assert_eq!(stride(&experts(&[(0, 0), (0, 1088)]), 1025), 1088, "no multiple of the alignment");
+    }
+
+    #[test]
+    fn only_neighbours_are_one_copy() {
+        let experts = experts(&[(0, 0), (0, 1088), (0, 2176), (1, 3264), (0, 9000), (0, 7912)]);
+        let runs = |chosen: &[usize]| {
+            let runs = chosen.chunk_by(|&a, &b| is_next(&experts[a], &experts[b], 1088));
+            runs.map(<[usize]>::len).collect::<Vec<_>>()
+        };
+        assert_eq!(runs(&[0, 1, 2, 3, 4, 5]), [3, 1, 1, 1], "another memory, a gap, and the wrong order");
+        assert_eq!([runs(&[0, 2]), runs(&[1, 0]), runs(&[5, 4])], [vec![1, 1], vec![1, 1], vec![2]]);
     }
 }

@@ -16,7 +16,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
-use expertd_tier::{Last, ShareBalance, StreamedExperts, counts_for_slots, touched_share};
+use expertd_tier::{Last, ShareBalance, StreamedExperts, counts_for_slots, pays, touched_share};
 
 use super::memory::HostExperts;
 use super::repack::{HostCopies, HostCopy, Staging};
@@ -29,13 +29,6 @@ use crate::experts::{CudaExperts, HostBuffer, Panels, WeightSpace};
 const CHUNK_BYTES: usize = 32 << 20;
 /// Largest number of experts of a chunk.
 const MOST_EXPERTS: usize = 64;
-/// A step ends with smaller chunks, because it waits for what follows the last copy, down to about this part of the others: the products of
-/// one with fewer take as long.
-const LAST: usize = 3;
-/// A step of fewer rows is divided only for copies of [`LEAST_BYTES`]: its launches outside of a graph, and what copies take of the rate of
-/// host memory, cost more than fewer copies save.
-const FEW_ROWS: usize = 16;
-const LEAST_BYTES: usize = 16 << 20;
 /// Staging buffers.
 const BUFFERS: usize = 2;
 
@@ -75,7 +68,7 @@ pub(in crate::engine) struct Streaming {
     /// `[layers]`.
     weights: Buffer<LayerWeights>,
     /// `[slots of steps]`.
-    slots: Vec<StepSlot>,
+    step_slots: Vec<StepSlot>,
     /// Least number of rows of a step for which all experts come.
     rows: usize,
     balance: ShareBalance,
@@ -89,6 +82,8 @@ pub(in crate::engine) struct StreamedStep {
     /// Slot of steps.
     slot: usize,
     rows: usize,
+    /// Whether it is known what of the step ended last.
+    is_balanced: bool,
     /// Whether CPU ranks compute none of its rows.
     pub(in crate::engine) is_whole: bool,
     /// Whether its rows say which experts slots should hold.
@@ -174,11 +169,11 @@ impl Streaming {
             copies: device.stream()?,
             buffers: (0..BUFFERS).map(|_| buffer()).collect::<Result<_, _>>()?,
             weights: Buffer::from_slice(device, &weights)?,
-            slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
+            step_slots: (0..slots).map(|_| slot()).collect::<Result<_, _>>()?,
             _panels: panels,
             layers,
             rows,
-            balance: ShareBalance::new(rows),
+            balance: ShareBalance::new(rows, copies.len()),
             poison,
         }))
     }
@@ -193,13 +188,13 @@ impl Streaming {
     pub(super) fn begin(
         &mut self,
         layer: &Layer,
-        (slot_of_steps, rows): (usize, usize),
+        (slot_of_steps, rows, top_k): (usize, usize, usize),
         slots: Option<&Slots>,
         on: &Stream,
     ) -> Result<Option<StreamedStep>, CudaFault> {
         let Some(streamed) = self.layers[layer.index].as_ref() else { return Ok(None) };
-        let touched = touched_share(rows, layer.spec.gate.top_k, layer.spec.experts.count);
-        let share = self.balance.share(rows, touched);
+        let touched = touched_share(rows, top_k, layer.spec.experts.count);
+        let share = self.balance.share(layer.index, rows, touched);
         if share == 0.0 {
             return Ok(None);
         }
@@ -211,14 +206,13 @@ impl Streaming {
         let slot_of = |expert: u32| slots.and_then(|slots| slots.slot_of(layer.index, expert));
         let elsewhere = streamed.copy.experts().iter().filter(|expert| slot_of(expert.expert).is_none());
         let chosen = StreamedExperts::new(share, elsewhere.count());
-        let least = if rows < FEW_ROWS { LEAST_BYTES } else { 1 };
-        if rows < self.rows && chosen.count() * streamed.copy.bytes() < least {
-            self.balance.skipped(rows);
+        if rows < self.rows && !pays(rows, chosen.count(), streamed.copy.bytes()) {
+            self.balance.skipped(layer.index, rows);
             return Ok(None);
         }
-        let tables = &mut self.slots[slot_of_steps];
+        let step_slot = &mut self.step_slots[slot_of_steps];
         // SAFETY: the step that used the slot before has completed, and so has the copy of its tables.
-        let both: &mut [u32] = unsafe { tables.host.as_mut_slice(2 * MAX_EXPERTS) };
+        let both: &mut [u32] = unsafe { step_slot.host.as_mut_slice(2 * MAX_EXPERTS) };
         let (resident, local_ids) = both.split_at_mut(MAX_EXPERTS);
         resident.fill(AWAY);
         local_ids.fill(0);
@@ -241,17 +235,18 @@ impl Streaming {
         }
         let (from, bytes) = (both.as_ptr().cast(), size_of_val(both));
         // SAFETY: the device's tables of the slot, which only kernels of its last step have read.
-        unsafe { event::copy_to_device(on, tables.device.address(), from, bytes)? };
+        unsafe { event::copy_to_device(on, step_slot.device.address(), from, bytes)? };
         let count = held + of_slots + copied.len();
         let at = |first: usize, stride: usize| {
             let (table, offset) =
-                (tables.device.address() + (first * 4) as u64, (layer.index * stride * 4) as u64);
+                (step_slot.device.address() + (first * 4) as u64, (layer.index * stride * 4) as u64);
             table.wrapping_sub(offset)
         };
         Ok(Some(StreamedStep {
             layer: layer.index,
             slot: slot_of_steps,
             rows,
+            is_balanced: false,
             is_whole: copied.len() == place,
             counts_for_slots: counts_for_slots(rows, self.rows),
             held: held as u32,
@@ -283,14 +278,12 @@ impl Streaming {
             return Ok(());
         };
         let mut first = step.held + step.slots;
-        let mut left = &step.copied[..];
-        for buffer in self.buffers.iter().cycle() {
-            let Some((experts, rest)) = left.split_at_checked(next_chunk(left.len(), *chunk)) else { break };
+        let (mut left, mut index) = (&step.copied[..], 0);
+        while !left.is_empty() {
+            let (experts, rest) = left.split_at(next_chunk(left.len(), *chunk));
             left = rest;
-            if experts.is_empty() {
-                break;
-            }
-            let StagingBuffer { staging, full, free } = buffer;
+            let StagingBuffer { staging, full, free } = &self.buffers[index % BUFFERS];
+            index += 1;
             // The chunk that used this buffer before is rewritten.
             free.wait_event(&self.copies)?;
             // SAFETY: nothing else uses the buffer between `free` and `full`, and the layer is pinned until this engine has drained its
@@ -312,17 +305,24 @@ impl Streaming {
             compute(Chunk { first, count, weights: self.weights.address() })?;
             first += count;
         }
-        self.slots[step.slot].computed.record(on)?;
         Ok(())
     }
 
-    /// The sums of CPU ranks for a step have come.
-    pub(super) fn sums_came(&mut self, step: &StreamedStep) -> Result<(), DeviceError> {
-        let last = match self.slots[step.slot].computed.has_passed()? {
-            true => Last::CpuRanks,
-            false => Last::Copies,
-        };
-        self.balance.ended(step.rows, last);
+    /// The products of this rank for a divided step are enqueued on `on`.
+    pub(super) fn computed(&self, step: &StreamedStep, on: &Stream) -> Result<(), DeviceError> {
+        self.step_slots[step.slot].computed.record(on)
+    }
+
+    /// Looks what of a divided step has ended; `have_sums_come`: whether CPU ranks have.
+    pub(super) fn look(&mut self, step: &mut StreamedStep, have_sums_come: bool) -> Result<(), DeviceError> {
+        if step.is_balanced {
+            return Ok(());
+        }
+        let computed = self.step_slots[step.slot].computed.has_passed()?;
+        step.is_balanced = computed || have_sums_come;
+        if let Some(last) = Last::of(have_sums_come, computed) {
+            self.balance.ended(step.layer, step.rows, last);
+        }
         Ok(())
     }
 
@@ -332,11 +332,12 @@ impl Streaming {
     }
 }
 
-/// Number of experts of the next chunk if `left` are left and a chunk has `most` at most.
+/// Number of experts of the next chunk if `left` are left and a chunk has `most` at most. A step ends with smaller chunks, because it waits for
+/// what follows the last copy, but of at least a quarter: the products of one with fewer take as long.
 fn next_chunk(left: usize, most: usize) -> usize {
     if left >= 2 * most {
         most
-    } else if 2 * LAST * left > 3 * most {
+    } else if 2 * left > most {
         left.div_ceil(2)
     } else {
         left

@@ -145,7 +145,11 @@ impl StepLaunches<'_> {
             unsafe { step.copied_experts()? };
         }
         // SAFETY: as above.
-        unsafe { step.shared_experts() }
+        unsafe { step.shared_experts()? };
+        match self.streamed.filter(|(_, of_step)| !of_step.is_whole) {
+            Some((copied, of_step)) => copied.computed(of_step, on),
+            None => Ok(()),
+        }
     }
 }
 

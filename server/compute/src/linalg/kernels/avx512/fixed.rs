@@ -16,6 +16,7 @@ use super::{
 };
 use crate::linalg::groups::{GroupLayout, OCTET};
 use crate::linalg::packed::K_BLOCK;
+use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
 
 /// Rows of the largest tile.
@@ -59,6 +60,7 @@ fn of_groups<F: Bytes>(layout: GroupLayout) -> FixedKernel {
         2 => convert::<F, 2>,
         _ => convert::<F, 4>,
     };
+    const { assert!(ROWS <= SimdLevel::Avx512.max_tile_rows(), "fixed-point rows are one tile") };
     FixedKernel { convert, multiply: const { &tiles::<F>() } }
 }
 
@@ -283,7 +285,7 @@ impl Place {
                     sums[0][2][r] = [_mm512_set1_epi32(*first.add(r * K_BLOCK + START[1])); 2];
                 }
                 for _ in 0..octets {
-                    // Three lines per octet: those of the largest block are fetched at least once.
+                    // Three lines per octet are all of blocks of up to 768 bytes, and most of larger ones.
                     for third in 0..3 {
                         _mm_prefetch::<_MM_HINT_T0>(prefetch.wrapping_add(third * 64).cast());
                     }
