@@ -32,7 +32,7 @@ mod worker;
 pub use layout::{MAX_WORKERS, SlotPlaces, TierLayout, TierShape, WireError};
 pub use source::{Outgoing, SourceWire};
 pub use streaming::{
-    Last, ShareBalance, StreamedExperts, counts_for_slots, least_divided, pays, stream_rows_of,
+    Last, ShareBalance, StreamedExperts, counts_for_slots, least_divided, next_chunk, pays, stream_rows_of,
     streamed_share, touched_share,
 };
 pub use worker::{Arrival, Incoming, WorkerWire};

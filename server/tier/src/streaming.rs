@@ -178,6 +178,19 @@ impl StreamedExperts {
     }
 }
 
+/// Number of experts that are copied next, before those are multiplied, if `left` are left and it is `most` at most. A step ends with fewer,
+/// because it waits for what follows the last copy, but not with less than a quarter: the products with fewer take as long.
+#[must_use]
+pub const fn next_chunk(left: usize, most: usize) -> usize {
+    if left >= 2 * most {
+        most
+    } else if 2 * left > most {
+        left.div_ceil(2)
+    } else {
+        left
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -315,5 +328,21 @@ mod tests {
                 assert!(!streamed.has(of));
             }
         }
+    }
+
+    #[test]
+    fn the_last_chunks_are_small() {
+        let sizes = |mut left: usize, most| {
+            let mut sizes = Vec::new();
+            while left > 0 {
+                sizes.push(next_chunk(left, most));
+                left -= sizes[sizes.len() - 1];
+            }
+            sizes
+        };
+        assert_eq!(sizes(64, 13), [13, 13, 13, 13, 6, 6]);
+        assert_eq!(sizes(32, 13), [13, 10, 5, 4]);
+        assert_eq!(sizes(10, 4), [4, 3, 2, 1]);
+        assert_eq!([sizes(0, 13), sizes(1, 13), sizes(2, 1)], [vec![], vec![1], vec![1, 1]]);
     }
 }

@@ -16,7 +16,7 @@ use expertd_kernels::device::{Buffer, Device, DeviceError, Stream};
 use expertd_kernels::event::{self, Event};
 use expertd_kernels::experts::LayerWeights;
 use expertd_kernels::params::{AWAY, MAX_EXPERTS};
-use expertd_tier::{Last, ShareBalance, StreamedExperts, counts_for_slots, pays, touched_share};
+use expertd_tier::{Last, ShareBalance, StreamedExperts, counts_for_slots, next_chunk, pays, touched_share};
 
 use super::memory::HostExperts;
 use super::repack::{HostCopies, HostCopy, Staging};
@@ -329,38 +329,5 @@ impl Streaming {
     /// Waits until no copy runs any more.
     pub(super) fn drain(&self) {
         let _ = self.copies.synchronize();
-    }
-}
-
-/// Number of experts of the next chunk if `left` are left and a chunk has `most` at most. A step ends with smaller chunks, because it waits for
-/// what follows the last copy, but of at least a quarter: the products of one with fewer take as long.
-fn next_chunk(left: usize, most: usize) -> usize {
-    if left >= 2 * most {
-        most
-    } else if 2 * left > most {
-        left.div_ceil(2)
-    } else {
-        left
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::next_chunk;
-
-    #[test]
-    fn the_last_chunks_are_small() {
-        let sizes = |mut left: usize, most| {
-            let mut sizes = Vec::new();
-            while left > 0 {
-                sizes.push(next_chunk(left, most));
-                left -= sizes[sizes.len() - 1];
-            }
-            sizes
-        };
-        assert_eq!(sizes(64, 13), [13, 13, 13, 13, 6, 6]);
-        assert_eq!(sizes(32, 13), [13, 10, 5, 4]);
-        assert_eq!(sizes(10, 4), [4, 3, 2, 1]);
-        assert_eq!([sizes(0, 13), sizes(1, 13), sizes(2, 1)], [vec![], vec![1], vec![1, 1]]);
     }
 }
