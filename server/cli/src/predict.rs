@@ -149,25 +149,17 @@ impl Layer {
         let products = |operations: f64| operations / (rates.gpu_tflops * 1e12);
         let experts = self.experts as f64;
         let choices = (rows * self.top_k) as f64;
-        // Each row leaves an expert out with this probability.
-        let left_out = 1.0 - self.top_k as f64 / experts;
-        let touched = experts * (1.0 - left_out.powf(rows as f64));
+        let touched = experts * expertd_tier::touched_share(rows, self.top_k, self.experts);
         let missing = 1.0 - self.on_gpu as f64 / experts;
         let core_rate = group.cores.max(1) as f64 * rates.core_gflops * 1e9;
         // Divided steps are balanced while the service runs.
         let all_by_cpus =
             (touched * self.host_bytes / host_rate).max(choices * self.row_operations / core_rate);
         let all_copied = experts * self.host_bytes / pcie_rate;
-        let streamed = match group.stream_rows {
-            usize::MAX => 0.0,
-            all if rows >= all => 1.0,
-            all if rows < expertd_tier::least_divided(all) => 0.0,
-            _ => {
-                let share = all_by_cpus / (all_by_cpus + all_copied);
-                let come = (experts * missing * share) as usize;
-                if expertd_tier::pays(rows, come, self.host_bytes as usize) { share } else { 0.0 }
-            }
-        };
+        let share = expertd_tier::share_of(rows, group.stream_rows, all_by_cpus / all_copied);
+        let come = (experts * missing * share) as usize;
+        let comes = rows >= group.stream_rows || expertd_tier::pays(rows, come, self.host_bytes as usize);
+        let streamed = if comes { share } else { 0.0 };
         let by_cpus = missing * (1.0 - streamed);
         let on_gpu = 1.0 - by_cpus;
         let read = (self.always_bytes + touched * on_gpu * self.gpu_bytes) / gpu_rate;

@@ -32,8 +32,8 @@ mod worker;
 pub use layout::{MAX_WORKERS, SlotPlaces, TierLayout, TierShape, WireError};
 pub use source::{Outgoing, SourceWire};
 pub use streaming::{
-    Last, ShareBalance, StreamedExperts, counts_for_slots, least_divided, next_chunk, pays, stream_rows_of,
-    streamed_share, touched_share,
+    Last, ShareBalance, StreamedExperts, counts_for_slots, least_divided, next_chunk, pays, share_of,
+    stream_rows_of, streamed_share, touched_share,
 };
 pub use worker::{Arrival, Incoming, WorkerWire};
 

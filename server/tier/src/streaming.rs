@@ -54,7 +54,10 @@ fn odds(rows: usize, stream_rows: usize, touched: f64) -> f64 {
     (rows as f64 / (stream_rows / EVEN).max(1) as f64).max(READ * touched)
 }
 
-fn share_of(rows: usize, stream_rows: usize, odds: f64) -> f64 {
+/// The share of the experts of CPU ranks that come to the source for a step of `rows` rows if CPU ranks take `odds` times the time of the
+/// copies for all experts; as [`streamed_share`].
+#[must_use]
+pub fn share_of(rows: usize, stream_rows: usize, odds: f64) -> f64 {
     match stream_rows {
         usize::MAX => 0.0,
         all if rows >= all => 1.0,

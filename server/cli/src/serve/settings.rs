@@ -207,7 +207,8 @@ settings! {
     /// while the service runs [default: none]
     slot_memory: MemorySize = None, env "EXPERTD_SLOT_MEMORY", in "Ranks and devices";
     /// With --device cuda,cpu: least number of rows of a step whose experts of CPU ranks are all copied to the GPU and computed there; steps
-    /// of 8 rows and more (16 if less than 16 MiB would come) divide them; 0: none are copied [default: four times where the copies take less time than the CPUs]
+    /// of 8 rows and more (16 if less than 16 MiB would come) divide them; 0: none are copied [default: four times where the copies take
+    /// less time than the CPUs]
     stream_rows: usize = None, env "EXPERTD_STREAM_ROWS", in "Ranks and devices";
     /// Kernels of GPU ranks: auto takes those made for Hopper on Hopper and the portable ones on other GPUs; portable takes the portable
     /// ones everywhere [default: auto]

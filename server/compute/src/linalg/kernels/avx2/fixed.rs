@@ -15,20 +15,12 @@ use super::{
     FixedKernel, Fp4, Int4, Int4Zeros, KernelArgs, LANES, P, Scaled, Wide, Words, load_words, scale_in_block,
 };
 use crate::linalg::groups::{GroupLayout, OCTET};
+use crate::linalg::kernels::digits::{DIGITS, LOWER_DIGITS, Unit};
 use crate::linalg::packed::K_BLOCK;
 use expertd_model::WeightFormat;
 
-/// Exponent of the integer of a block's largest element.
-const EXPONENT: u32 = 22;
-
-/// Added to the bits of a block's largest element, carries into its exponent if its integer exceeds 0x7f7f7f, whose digits are 127.
-const CARRY: u32 = 0x1_0101;
-
 /// Octets of a block.
 const OCTETS: usize = K_BLOCK / OCTET;
-
-/// Digits of an element, the highest first.
-const DIGITS: usize = 3;
 
 /// Words of an octet: those of one digit lie at `4 * odd + digit`, where `odd` is 0 for the features 7, 5, 3 and 1 and 1 for 6, 4, 2 and
 /// 0. The words between are free for [`START`] or [`SUMS`].
@@ -77,12 +69,10 @@ unsafe fn convert<F: Bytes, const GROUPS: usize>(block: &mut [f32; K_BLOCK]) -> 
         let half = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256::<1>(largest));
         let half = _mm_max_epi32(half, _mm_shuffle_epi32::<0b01_00_11_10>(half));
         let half = _mm_max_epi32(half, _mm_shuffle_epi32::<0b10_11_00_01>(half));
-        // The unit must be a normal number.
-        let exponent = ((_mm_cvtsi128_si32(half).cast_unsigned() + CARRY) >> 23).max(EXPONENT + 1);
-        let factor = _mm256_set1_ps(f32::from_bits((2 * 127 + EXPONENT - exponent) << 23));
+        let unit = Unit::of(_mm_cvtsi128_si32(half).cast_unsigned());
+        let factor = _mm256_set1_ps(unit.inverse());
         let order = _mm256_setr_epi32(7, 5, 3, 1, 6, 4, 2, 0);
-        // Adding 128 to each of the lower digits makes digits from 0 on; the highest bit of each is then wrong.
-        let digits = _mm256_set1_epi32(0x0080_8080);
+        let digits = _mm256_set1_epi32(LOWER_DIGITS);
         let by_digit = _mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1);
         let mut start = _mm_setzero_si128();
         for octet in 0..OCTETS {
@@ -112,7 +102,7 @@ unsafe fn convert<F: Bytes, const GROUPS: usize>(block: &mut [f32; K_BLOCK]) -> 
                 start = _mm_setzero_si128();
             }
         }
-        f32::from_bits((exponent - EXPONENT) << 23) * F::UNIT
+        unit.value() * F::UNIT
     }
 }
 

@@ -15,6 +15,7 @@ use super::{
     scale_in_block, zeros_in_block,
 };
 use crate::linalg::groups::{GroupLayout, OCTET};
+use crate::linalg::kernels::digits::{DIGITS, LOWER_DIGITS, Unit};
 use crate::linalg::packed::K_BLOCK;
 use crate::linalg::simd_level::SimdLevel;
 use expertd_model::WeightFormat;
@@ -25,17 +26,8 @@ const ROWS: usize = 8;
 /// Rows whose sums stay in registers.
 const PIECE: usize = 4;
 
-/// Exponent of the integer of a block's largest element.
-const EXPONENT: u32 = 22;
-
-/// Added to the bits of a block's largest element, carries into its exponent if its integer exceeds 0x7f7f7f, whose digits are 127.
-const CARRY: u32 = 0x1_0101;
-
 /// Octets of a block.
 const OCTETS: usize = K_BLOCK / OCTET;
-
-/// Digits of an element, the highest first.
-const DIGITS: usize = 3;
 
 /// Words of a group's first octet that hold the starts of its sums: of the highest digits, and of the rest. The words before each hold
 /// the digits of the features 7, 5, 3 and 1, and of 6, 4, 2 and 0.
@@ -90,12 +82,10 @@ unsafe fn convert<F: Bytes, const GROUPS: usize>(block: &mut [f32; K_BLOCK]) -> 
         let halves = [_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(LANES))];
         let largest = _mm512_max_ps(_mm512_abs_ps(halves[0]), _mm512_abs_ps(halves[1]));
         let largest = _mm512_reduce_max_epi32(_mm512_castps_si512(largest));
-        // The unit must be a normal number.
-        let exponent = ((largest.cast_unsigned() + CARRY) >> 23).max(EXPONENT + 1);
-        let factor = _mm512_set1_ps(f32::from_bits((2 * 127 + EXPONENT - exponent) << 23));
+        let unit = Unit::of(largest.cast_unsigned());
+        let factor = _mm512_set1_ps(unit.inverse());
         let order = _mm512_setr_epi32(7, 5, 3, 1, 6, 4, 2, 0, 15, 13, 11, 9, 14, 12, 10, 8);
-        // Adding 128 to each of the lower digits makes digits from 0 on; the highest bit of each is then wrong.
-        let digits = _mm512_set1_epi32(0x0080_8080);
+        let digits = _mm512_set1_epi32(LOWER_DIGITS);
         let by_digit = _mm_setr_epi8(2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1);
         let by_digit = _mm512_broadcast_i32x4(by_digit);
         let bias = _mm512_set1_epi8(F::BIAS);
@@ -135,7 +125,7 @@ unsafe fn convert<F: Bytes, const GROUPS: usize>(block: &mut [f32; K_BLOCK]) -> 
             *words.add(START[0]) = -high;
             *words.add(START[1]) = -(middle * 256 + low);
         }
-        f32::from_bits((exponent - EXPONENT) << 23) * F::UNIT
+        unit.value() * F::UNIT
     }
 }
 
